@@ -1,0 +1,1 @@
+"""Kernels any trainer can use alone."""
