@@ -1,1 +1,39 @@
 """ZeRO-Offload for plain PyTorch: the optimizer lives on the host, the 16-bit parameters on the device."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zofftk import cpu_adam as cpu_adam
+    from zofftk.config import OffloadConfig as OffloadConfig
+    from zofftk.cpu_adamw import CPUAdamW as CPUAdamW
+    from zofftk.optimizer import OffloadAdamW as OffloadAdamW
+
+__all__ = ["CPUAdamW", "OffloadAdamW", "OffloadConfig", "cpu_adam"]
+
+_HOMES = {
+    "CPUAdamW": "zofftk.cpu_adamw",
+    "OffloadAdamW": "zofftk.optimizer",
+    "OffloadConfig": "zofftk.config",
+}
+
+try:
+    __version__ = version("zofftk")
+except PackageNotFoundError:  # a source tree that was not installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first asked for, so that the import is light."""
+    if name == "cpu_adam":
+        return importlib.import_module("zofftk.cpu_adam")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'zofftk' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,50 @@
+"""One norm for everything: block sums added in order of the elements, then in order of the parameters, in fp64.
+
+So the norm, and with it the clip coefficient, is the same for every bucket size, thread count and order of arrival.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from zofftk import _cpu_adam
+from zofftk.device.base import Buffer
+from zofftk.host_state import HostSegment
+
+
+def sum_blocks(segments: Sequence[HostSegment], out: Buffer) -> Callable[[], None]:
+    """A host task: the square sum of every parameter, from the statistics of its blocks, into `out`."""
+
+    def task() -> None:
+        sums = out.tensor.numpy()
+        for segment in segments:
+            params = sorted(segment.layout.param_blocks)
+            blocks = [segment.layout.param_blocks[param] for param in params]
+            starts = np.array([first for first, _ in blocks], np.int64)
+            counts = np.array([num for _, num in blocks], np.int64)
+            result = np.empty(len(params), np.float64)
+            _cpu_adam.sum_runs(
+                segment.arenas["square_sums"].data_ptr(),
+                starts.ctypes.data,
+                counts.ctypes.data,
+                len(params),
+                result.ctypes.data,
+            )
+            sums[params] = result
+
+    return task
+
+
+def global_norm(square_sums: Sequence[float]) -> float:
+    """L2 norm of all gradients from the square sum of each, in the order of the parameters."""
+    return math.sqrt(sum(square_sums))
+
+
+def coefficient(norm: float, max_norm: float | None) -> float:
+    """What to multiply the gradients with: `torch.nn.utils.clip_grad_norm_`'s rule."""
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

@@ -1,0 +1,73 @@
+"""The options of the engine: one frozen dataclass, validated here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from zofftk.device.base import Device
+
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """How gradients travel and where the update runs. Every field is also a keyword of the optimizers.
+
+    Attributes:
+        max_grad_norm: clip the global L2 norm of the true gradients to this inside the engine; None: no clipping.
+        bucket_bytes: size of one bucket on the link, in bytes. Small tensors share a bucket, large ones span several.
+        staging_slots: bucket-sized buffers on the device, shared by both directions; 2 or more let copies overlap.
+        wire_dtype: dtype on the link; None: each parameter's own (so fp32 parameters move 4 + 4 bytes).
+        threads: threads of the update; None: as many as the process may use.
+        device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
+        trace: keep a span of every operation, for `write_trace`.
+    """
+
+    max_grad_norm: float | None = None
+    bucket_bytes: int = 16 * 1024 * 1024
+    staging_slots: int = 3
+    wire_dtype: torch.dtype | None = None
+    threads: int | None = None
+    device: Device | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be a positive number or None, got {self.max_grad_norm!r}")
+        if not _is_integer(self.bucket_bytes) or self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be a positive number of bytes, got {self.bucket_bytes!r}")
+        if not _is_integer(self.staging_slots) or self.staging_slots < 1:
+            raise ValueError(f"staging_slots must be 1 or more, got {self.staging_slots!r}")
+        if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
+            raise ValueError(f"wire_dtype must be one of {_names(WIRE_DTYPES)} or None, got {self.wire_dtype!r}")
+        if self.threads is not None and (not _is_integer(self.threads) or self.threads < 1):
+            raise ValueError(f"threads must be 1 or more, or None, got {self.threads!r}")
+
+    @classmethod
+    def merged(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:
+        """`config` (or the defaults) with `options` laid over it; TypeError names an option that does not exist."""
+        if config is not None and not isinstance(config, cls):
+            raise TypeError(f"config must be an OffloadConfig, got {type(config).__name__}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise TypeError(f"unknown option {', '.join(unknown)}: expected one of {', '.join(sorted(known))}")
+        return dataclasses.replace(config or cls(), **options)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)

@@ -1,0 +1,70 @@
+"""The compiled kernels on tensors, without the checks of the public front: the engine's own buffers fit by design."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zofftk import _cpu_adam
+from zofftk.layout import BLOCK_NUMEL
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The hyper-parameters of one update, captured when `step()` is called."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool = True
+
+
+def adam(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float,
+    threads: int,
+) -> None:
+    """One pass: read `grad`, update the fp32 states in place, write the parameter to `out` (may be `grad`)."""
+    _cpu_adam.adam_step(
+        master.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+        _NAMES[grad.dtype],
+        out.data_ptr(),
+        _NAMES[out.dtype],
+        master.numel(),
+        step=step,
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        eps=hyper.eps,
+        weight_decay=hyper.weight_decay,
+        decoupled=hyper.decoupled,
+        grad_scale=grad_scale,
+        threads=threads,
+    )
+
+
+def block_square_sums(flat: torch.Tensor, out: torch.Tensor, threads: int) -> None:
+    """fp64 sums of squares of `flat` over blocks of BLOCK_NUMEL elements into the first elements of `out`."""
+    _cpu_adam.block_square_sums(
+        flat.data_ptr(), _NAMES[flat.dtype], flat.numel(), BLOCK_NUMEL, out.data_ptr(), threads
+    )
+
+
+def accumulate(total: torch.Tensor, grad: torch.Tensor, threads: int) -> None:
+    """`total += grad`, in fp32."""
+    _cpu_adam.accumulate(total.data_ptr(), grad.data_ptr(), _NAMES[grad.dtype], grad.numel(), threads)

@@ -1,0 +1,374 @@
+"""The line, from a gradient that backward has just produced to the parameter it has changed.
+
+    gradient -> bucket -> pack -> down -> norm and clip -> CPU Adam -> up -> copy back
+
+During backward (`take`): a parameter's gradient waits until its bucket is full; the bucket is then packed into a
+staging slot on *compute*, and *down* copies the slot to the host while backward goes on. The host keeps one wire
+buffer per bucket. A second gradient before the update first adds what is on the wire to an fp32 total.
+
+At the step (`step`): buckets that are not full leave too; *host* adds up the statistics that came with them; the main
+thread waits for that one value, because the clip coefficient needs every gradient. Then, bucket by bucket: *host*
+updates the fp32 states in one pass and writes the new value over the gradient on the wire, *up* copies it into a
+staging slot, and *compute* copies it into the parameters, while *host* is already at the next bucket.
+
+Who may touch what: a staging slot belongs to one bucket from `acquire` to the event it is released with. The wire
+belongs to *down* until the gradient has arrived, then to *host*, then to *up*; the next gradient may overwrite it
+because its pack follows, on *compute*, the copy back that waited for *up*. The engine starts no thread and reads no
+clock, and looks at a value only through the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import torch
+
+from zofftk import clipping, update
+from zofftk.config import OffloadConfig
+from zofftk.cpu_kernels import Hyper
+from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Device, Event
+from zofftk.host_state import HostBucket, HostSegment, allocate_segment
+from zofftk.layout import ParamSpec, build_layout
+from zofftk.staging import Slot, StagingRing
+from zofftk.threads import usable_threads
+
+
+class Gathered(Enum):
+    """What the engine holds of a parameter's gradient."""
+
+    NOTHING = "nothing"
+    LIVE = "live"  # for the coming update
+    SPENT = "spent"  # used by the last one
+
+
+@dataclass(eq=False)
+class Managed:
+    """One parameter in the engine's care."""
+
+    index: int
+    tensor: torch.Tensor
+    name: str
+    segment: HostSegment
+    buckets: list[HostBucket]
+    gathered: Gathered = Gathered.NOTHING
+    round: int = -1  # the round its last gradient came in
+    step: int = 0  # updates it has had
+    square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled
+    version: int = field(init=False)  # of the tensor, after our last write
+
+    def __post_init__(self) -> None:
+        self.version = self.tensor._version
+
+
+@dataclass(frozen=True)
+class Update:
+    """A bucket whose update is under way on the host."""
+
+    bucket: HostBucket
+    present: set[int]  # the parameters that take part
+    written: Event  # the new values are on the wire
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """New values on their way into a staging slot."""
+
+    update: Update
+    slot: Slot
+    landed: Event
+
+
+class Engine:
+    """See the module. Parameters are known by their index, in the order they were added."""
+
+    def __init__(self, config: OffloadConfig, device: Device) -> None:
+        self.device = device
+        self.config = config
+        self.threads = config.threads or usable_threads()
+        self.managed: list[Managed] = []
+        self.segments: list[HostSegment] = []
+        self.buckets: list[HostBucket] = []
+        self.ring = StagingRing(device, config.staging_slots)
+        self._round = 0
+        self._norm_is_known = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the states, the wires, the statistics and, where there are any, the fp32 totals."""
+        totals = sum(bucket.total.nbytes for bucket in self.buckets if bucket.total is not None)
+        return sum(segment.nbytes for segment in self.segments) + totals
+
+    def add(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[Managed]:
+        """Take over parameters: lay them out, allocate their host memory, copy the masters."""
+        if not tensors:
+            return []
+        first = len(self.managed)
+        wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
+        specs = [
+            ParamSpec(first + i, tensor.numel(), str(wire), wire.itemsize)
+            for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True))
+        ]
+        layout = build_layout(specs, self.config.bucket_bytes)
+        self.ring.reserve(
+            max(bucket.numel * wires[bucket.pieces[0].param - first].itemsize for bucket in layout.buckets),
+            max(bucket.num_blocks for bucket in layout.buckets),
+        )
+        segment = allocate_segment(self.device, layout, len(self.buckets))
+        self.segments.append(segment)
+        self.buckets += segment.buckets
+        for i, (tensor, name) in enumerate(zip(tensors, names, strict=True), first):
+            self.managed.append(Managed(i, tensor, name, segment, [b for b in segment.buckets if i in b.pieces]))
+        self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
+        values = {m.index: m.tensor for m in self.managed[first:]}
+        for bucket in segment.buckets:
+            parts = bucket.parts({i: values[i] for i in bucket.pieces})
+            self.device.load(f"load: {bucket.label}", parts, bucket.master)
+        return self.managed[first:]
+
+    # -- during backward ---------------------------------------------------------------------------------------
+
+    def take(self, index: int, grad: torch.Tensor) -> None:
+        """`grad` is all of the parameter's gradient: what was gathered of it before is dropped."""
+        self.forget(index)
+        self._gather(index, grad)
+
+    def add_gradient(self, index: int, grad: torch.Tensor) -> None:
+        """`grad` comes on top of what was gathered of the parameter."""
+        managed = self.managed[index]
+        if managed.gathered is Gathered.SPENT:
+            raise RuntimeError(
+                f"the gradient of {managed.name} was used by step() and is gone, so nothing can be added to it: "
+                "call zero_grad() before the next backward"
+            )
+        self._gather(index, grad)
+
+    def _gather(self, index: int, grad: torch.Tensor) -> None:
+        managed = self.managed[index]
+        if managed.round == self._round:
+            self.close_round()  # it fires again: a new backward, or a second use inside this one
+        managed.round = self._round
+        managed.gathered = Gathered.LIVE
+        self._norm_is_known = False
+        for bucket in managed.buckets:
+            bucket.waiting[index] = grad
+            if len(bucket.waiting) == len(bucket.pieces):
+                self._launch(bucket)
+
+    def forget(self, index: int) -> None:
+        """Drop what was gathered of a parameter."""
+        managed = self.managed[index]
+        if managed.gathered is not Gathered.LIVE:
+            return
+        managed.gathered = Gathered.NOTHING
+        self._norm_is_known = False
+        managed.round = -1
+        for bucket in managed.buckets:
+            bucket.waiting.pop(index, None)
+            bucket.scale.pop(index, None)
+            for place in (bucket.on_wire, bucket.summed, bucket.zero):
+                place.discard(index)
+
+    def forget_all(self) -> None:
+        for managed in self.managed:
+            self.forget(managed.index)
+
+    def close_round(self) -> None:
+        """Send the buckets on their way that not all parameters of have arrived in."""
+        for bucket in self.buckets:
+            if bucket.waiting:
+                self._launch(bucket)
+        self._round += 1
+
+    def _launch(self, bucket: HostBucket) -> None:
+        if bucket.on_wire:
+            self._add_to_total(bucket)
+        present = set(bucket.waiting)
+        bucket.zero -= present
+        slot = self.ring.acquire(COMPUTE)
+        data = slot.typed(bucket.wire.tensor.dtype)
+        self.device.pack(f"pack: {bucket.label}", bucket.parts(bucket.waiting), data, slot.square_sums)
+        bucket.waiting.clear()
+        self.device.wait(DOWN, self.device.record(COMPUTE), f"packed: {bucket.label} must be complete before it leaves")
+        self.device.copy_down(f"down: {bucket.label}", bucket.wire, data, bucket.runs(present))
+        self.device.copy_down(
+            f"down: {bucket.label} statistics", bucket.square_sums, slot.square_sums, bucket.block_runs(present)
+        )
+        bucket.arrived = self.device.record(DOWN)
+        bucket.on_wire = present
+        self.ring.release(slot, bucket.arrived)
+
+    def _add_to_total(self, bucket: HostBucket) -> None:
+        """Free the wire for another gradient, or make the fp32 total complete."""
+        if bucket.total is None:
+            numel = bucket.bucket.numel
+            bucket.total = self.device.buffer(f"total of {bucket.label}", numel, torch.float32, "host", zero=True)
+        assert bucket.arrived is not None
+        task = update.add_to_total(bucket, self.threads)
+        self.device.wait(HOST, bucket.arrived, f"arrived: {bucket.label} must be here before it is summed")
+        self.device.host_task(f"sum: {bucket.label}", task, reads=[bucket.wire], writes=[bucket.total])
+        bucket.summed |= bucket.on_wire
+        bucket.on_wire = set()
+        bucket.scale.clear()
+        summed = self.device.record(HOST)
+        self.device.wait(DOWN, summed, f"summed: {bucket.label} must have been read before it is overwritten")
+
+    # -- what a stand-in asks ----------------------------------------------------------------------------------
+
+    def name(self, index: int) -> str:
+        return self.managed[index].name
+
+    def scale_gradient(self, index: int, factor: float) -> None:
+        """Multiply what was gathered of a parameter."""
+        if any(index in bucket.waiting for bucket in self.managed[index].buckets):
+            self.close_round()
+        for bucket in self.managed[index].buckets:
+            bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
+
+    def zero_gradient(self, index: int) -> None:
+        """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""
+        self.forget(index)
+        managed = self.managed[index]
+        managed.gathered = Gathered.LIVE
+        self._norm_is_known = False
+        for bucket in managed.buckets:
+            bucket.zero.add(index)
+
+    def norm(self, index: int) -> float:
+        """L2 norm of the gathered gradient of one parameter; waits for it."""
+        self._take_norms()
+        return math.sqrt(self._square_sum(self.managed[index]))
+
+    def _square_sum(self, managed: Managed) -> float:
+        """Of the gathered gradient as it stands now: zeroed or scaled since its statistics were taken."""
+        bucket = managed.buckets[0]
+        if managed.index in bucket.zero:
+            return 0.0
+        return managed.square_sum * bucket.scale.get(managed.index, 1.0) ** 2
+
+    def _take_norms(self) -> None:
+        """Fetch the square sum of every gradient from the host stream, once for each set of gradients."""
+        self.close_round()
+        if self._norm_is_known:
+            return
+        for bucket in self.buckets:
+            if bucket.summed:
+                self._total_statistics(bucket)
+        arrived = self.device.record(DOWN)
+        self.device.wait(HOST, arrived, "arrived: the statistics of every bucket must be here")
+        sums = [bucket.square_sums for bucket in self.buckets]
+        self.device.host_task(
+            "norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms]
+        )
+        self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
+        for managed, square_sum in zip(self.managed, self.device.value("norm", self._norms), strict=True):
+            if managed.gathered is Gathered.LIVE:
+                managed.square_sum = float(square_sum)
+        self._norm_is_known = True
+
+    def _total_statistics(self, bucket: HostBucket) -> None:
+        if bucket.on_wire:
+            self._add_to_total(bucket)
+        assert bucket.total is not None
+        task = update.total_square_sums(bucket, self.threads)
+        self.device.host_task(
+            f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums]
+        )
+
+    # -- the update --------------------------------------------------------------------------------------------
+
+    def step(self, hypers: Mapping[int, Hyper]) -> float:
+        """Update every parameter that has a gradient; returns the norm of all gradients, before clipping.
+
+        Where the norm is not finite, nothing changes.
+        """
+        self._take_norms()
+        live = [managed for managed in self.managed if managed.gathered is Gathered.LIVE]
+        norm = clipping.global_norm([self._square_sum(managed) for managed in live])
+        if not math.isfinite(norm):
+            return norm
+        coefficient = clipping.coefficient(norm, self.config.max_grad_norm)
+        for managed in live:
+            managed.step += 1
+        updates = [self._update(bucket, hypers, coefficient) for bucket in self.buckets]
+        in_flight: deque[Arrival] = deque()
+        for updated in filter(None, updates):
+            if not self.ring.free:
+                self._copy_back(in_flight.popleft())
+            in_flight.append(self._send(updated))
+        while in_flight:
+            self._copy_back(in_flight.popleft())
+        self.finish()
+        for managed in live:
+            managed.gathered = Gathered.SPENT
+            managed.version = managed.tensor._version
+        return norm
+
+    def _update(self, bucket: HostBucket, hypers: Mapping[int, Hyper], coefficient: float) -> Update | None:
+        """One pass over the bucket's states on the host; None if no parameter of it has a gradient."""
+        if bucket.summed and bucket.on_wire:
+            self._add_to_total(bucket)
+        present = bucket.on_wire | bucket.summed | bucket.zero
+        if not present:
+            return None
+        steps = {index: self.managed[index].step for index in present}
+        task = update.adam(bucket, present, hypers, steps, coefficient, self.threads)
+        reads = [bucket.total] if bucket.summed and bucket.total else []
+        writes = [bucket.master, bucket.exp_avg, bucket.exp_avg_sq, bucket.wire]
+        self.device.host_task(f"adam: {bucket.label}", task, reads=reads, writes=writes)
+        bucket.on_wire, bucket.summed, bucket.zero = set(), set(), set()
+        bucket.scale.clear()
+        return Update(bucket, present, self.device.record(HOST))
+
+    def _send(self, update: Update) -> Arrival:
+        bucket = update.bucket
+        self.device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
+        slot = self.ring.acquire(UP)
+        data = slot.typed(bucket.wire.tensor.dtype)
+        self.device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
+        return Arrival(update, slot, self.device.record(UP))
+
+    def _copy_back(self, arrival: Arrival) -> None:
+        bucket = arrival.update.bucket
+        self.device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
+        parts = bucket.parts({index: self.managed[index].tensor for index in sorted(arrival.update.present)})
+        self.device.copy_back(f"copy back: {bucket.label}", arrival.slot.typed(bucket.wire.tensor.dtype), parts)
+        self.ring.release(arrival.slot, self.device.record(COMPUTE))
+
+    # -- between steps -----------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The caller may read the host states: nothing on the host stream is unfinished."""
+        self.device.synchronize(self.device.record(HOST), "finish: the host's states must be final")
+
+    def gradient(self, index: int) -> torch.Tensor:
+        """A copy of the gathered gradient of one parameter, fp32 on the host, in its shape; waits for it."""
+        self._take_norms()
+        managed = self.managed[index]
+        flat = torch.zeros(managed.tensor.numel())
+        for bucket in managed.buckets:
+            piece = bucket.pieces[index]
+            source = bucket.total if index in bucket.summed else bucket.wire
+            assert source is not None
+            self.device.touch(f"read the gradient of {managed.name}", reads=[source])
+            if index not in bucket.zero:
+                flat[piece.start : piece.stop] = source.tensor[piece.offset : piece.offset + piece.numel].float()
+                flat[piece.start : piece.stop] *= np.float32(bucket.scale.get(index, 1.0)).item()
+        return flat.view(managed.tensor.shape)
+
+    def refresh(self, index: int) -> None:
+        """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
+        managed = self.managed[index]
+        self.finish()
+        master = managed.segment.view("master", index, managed.tensor.shape)
+        value = managed.tensor.detach().to(master.device)
+        buckets = [bucket.master for bucket in managed.buckets]
+        self.device.touch(f"refresh {managed.name}", reads=buckets, writes=buckets)
+        wire = self.config.wire_dtype or managed.tensor.dtype
+        changed = master.to(wire).to(value.dtype) != value
+        master[changed] = value[changed].float()
+        managed.version = managed.tensor._version

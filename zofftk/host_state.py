@@ -1,0 +1,119 @@
+"""The host's side of the buckets: fp32 master, first and second moment, the wire's end, gradient statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from zofftk.device.base import Buffer, Device, Event, Part, Run
+from zofftk.layout import ALIGN_NUMEL, Bucket, Layout, Piece
+
+_DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
+
+
+@dataclass(eq=False)
+class HostBucket:
+    """One bucket with its memory on the host, and what of it has been gathered for the coming update.
+
+    `wire` is where gradients arrive and new values leave. When a second gradient comes before the update, the first
+    is added to `total`, in fp32, which exists only from then on.
+    """
+
+    label: str
+    bucket: Bucket
+    pieces: dict[int, Piece]  # by parameter
+    master: Buffer
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    wire: Buffer
+    square_sums: Buffer
+    total: Buffer | None = None
+    arrived: Event | None = None  # the last gradient is on the host
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that have not been packed yet
+    on_wire: set[int] = field(default_factory=set)  # parameters whose gradient is in `wire` ...
+    summed: set[int] = field(default_factory=set)  # ... or in `total`
+    zero: set[int] = field(default_factory=set)  # parameters whose gradient is a true zero
+    scale: dict[int, float] = field(default_factory=dict)  # factor on what was gathered, where it is not 1
+
+    def parts(self, tensors: dict[int, torch.Tensor]) -> list[Part]:
+        """Where the pieces of `tensors`, by parameter, lie in the bucket."""
+        pieces = [self.pieces[param] for param in tensors]
+        return [Part(tensors[p.param], p.start, p.stop, p.offset, p.block) for p in pieces]
+
+    def runs(self, params: set[int]) -> list[Run]:
+        """The ranges the pieces of `params` cover; the padding between two of them is covered too."""
+        runs: list[Run] = []
+        for piece in self.bucket.pieces:
+            if piece.param not in params or piece.numel == 0:
+                continue
+            if runs and piece.offset - (runs[-1].offset + runs[-1].numel) < ALIGN_NUMEL:
+                runs[-1] = Run(runs[-1].offset, piece.offset + piece.numel - runs[-1].offset)
+            else:
+                runs.append(Run(piece.offset, piece.numel))
+        return runs
+
+    def block_runs(self, params: set[int]) -> list[Run]:
+        """The same for the statistics."""
+        runs: list[Run] = []
+        for piece in self.bucket.pieces:
+            if piece.param not in params or piece.num_blocks == 0:
+                continue
+            if runs and piece.block == runs[-1].offset + runs[-1].numel:
+                runs[-1] = Run(runs[-1].offset, runs[-1].numel + piece.num_blocks)
+            else:
+                runs.append(Run(piece.block, piece.num_blocks))
+        return runs
+
+
+@dataclass(eq=False)
+class HostSegment:
+    """The memory of the parameters that were added together: one arena for each state, cut into buckets."""
+
+    layout: Layout
+    buckets: list[HostBucket]
+    arenas: dict[str, torch.Tensor]  # master, exp_avg, exp_avg_sq
+    nbytes: int
+
+    def view(self, state: str, param: int, shape: torch.Size) -> torch.Tensor:
+        """One state of one parameter, row-major, in the parameter's shape."""
+        start = self.layout.param_start[param]
+        return self.arenas[state][start : start + shape.numel()].view(shape)
+
+
+def allocate_segment(device: Device, layout: Layout, first_label: int) -> HostSegment:
+    arenas = {
+        "master": device.buffer("master", layout.numel, torch.float32, "host", zero=True),
+        "exp_avg": device.buffer("exp_avg", layout.numel, torch.float32, "host", zero=True),
+        "exp_avg_sq": device.buffer("exp_avg_sq", layout.numel, torch.float32, "host", zero=True),
+        "square_sums": device.buffer("square_sums", layout.num_blocks, torch.float64, "host", zero=True),
+    }
+    wires = _allocate_wires(device, layout)
+    buckets = []
+    for number, bucket in enumerate(layout.buckets, first_label):
+        cut = {
+            state: device.slice(arena, f"{state} {number}", bucket.start, bucket.numel)
+            for state, arena in arenas.items()
+            if state != "square_sums"
+        }
+        sums = device.slice(arenas["square_sums"], f"statistics {number}", bucket.first_block, bucket.num_blocks)
+        pieces = {piece.param: piece for piece in bucket.pieces}
+        wire = wires[number - first_label]
+        wire.name = wire.clock.name = f"wire {number}"
+        buckets.append(HostBucket(f"bucket {number}", bucket, pieces, wire=wire, square_sums=sums, **cut))
+    nbytes = sum(arena.nbytes for arena in arenas.values()) + sum(wire.nbytes for wire in wires)
+    return HostSegment(layout, buckets, {name: arena.tensor for name, arena in arenas.items()}, nbytes)
+
+
+def _allocate_wires(device: Device, layout: Layout) -> list[Buffer]:
+    """One arena per wire dtype, cut into the buckets' wires, in the order of the buckets."""
+    numel: dict[str, int] = {}
+    for bucket in layout.buckets:
+        numel[bucket.wire] = numel.get(bucket.wire, 0) + bucket.numel
+    arenas = {wire: device.buffer(f"wire {wire}", n, _DTYPES[wire], "host") for wire, n in numel.items()}
+    offsets = dict.fromkeys(numel, 0)
+    wires = []
+    for bucket in layout.buckets:
+        wires.append(device.slice(arenas[bucket.wire], "wire", offsets[bucket.wire], bucket.numel))
+        offsets[bucket.wire] += bucket.numel
+    return wires

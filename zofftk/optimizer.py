@@ -1,0 +1,351 @@
+"""`OffloadAdamW`: the engine behind the face of a torch optimizer."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zofftk import hooks
+from zofftk.config import OffloadConfig
+from zofftk.cpu_kernels import Hyper
+from zofftk.device.base import Device
+from zofftk.device.emulated import EmulatedDevice
+from zofftk.engine import Engine, Gathered, Managed
+from zofftk.report import StepReport
+from zofftk.standin import StandIn
+from zofftk.threads import usable_threads
+
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATES = ("exp_avg", "exp_avg_sq", "master")
+
+
+class OffloadAdamW(torch.optim.Optimizer):
+    """AdamW (decoupled weight decay) whose fp32 states live on the host, updated there by all cores.
+
+    Gradients leave the device while backward runs; `p.grad` then holds a stand-in that answers `clip_grad_norm_`,
+    norms, scaling and `zero_grad`, and refuses with a sentence what needs the values (`grad(p)` reads them). The
+    parameters stay where they are; each new value is the fp32 master rounded to the parameter's dtype. A step whose
+    gradients are not all finite changes nothing and is counted in `skipped_steps`.
+
+    Args:
+        params: tensors, (name, tensor) pairs, or dicts that define groups, as for any torch optimizer. fp32, bf16 or
+            fp16, dense, real, on the CPU.
+        lr: learning rate (a float or a 0-dim tensor).
+        betas: decay rates of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay, scaled by lr.
+        config: the engine's options, see `OffloadConfig`.
+        **options: the same options, as keywords; they go before `config`.
+
+    Raises:
+        TypeError: an option that does not exist; a parameter of another dtype or layout.
+        ValueError: a value out of range; no parameters; parameters on an unsupported device.
+
+    Source: ZeRO-Offload, sections 4.1 and 5.1; the update is that of `torch.optim.AdamW`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        config: OffloadConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self._engine: Engine | None = None  # torch's constructor calls add_param_group before there can be one
+        merged = OffloadConfig.merged(config, options)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_hyper(defaults)
+        super().__init__(params, defaults)
+        self._managed: dict[int, Managed] = {}  # by id of the parameter
+        self._stand_ins: list[StandIn] = []  # by index
+        self._hooks: list[Any] = []
+        self._steps = 0
+        self.skipped_steps = 0
+        self.last_step_skipped = False
+        self.last_grad_norm: float | None = None
+        device = merged.device or _device_for(self._all_params(), merged)
+        self._engine = Engine(merged, device)
+        self._manage(self._all_params())
+
+    # -- parameters --------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_hyper(group)
+            for number, param in enumerate(group["params"]):
+                _check_param(param, _name(group, len(self.param_groups) - 1, number))
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        if self._engine is not None:
+            self._manage(group["params"])
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _manage(self, params: list[torch.Tensor]) -> None:
+        """Give the trainable ones among `params` their place on the host, and their hook."""
+        engine = self._require_engine()
+        new = [param for param in params if param.requires_grad and id(param) not in self._managed]
+        names = {
+            id(param): _name(group, number, i)
+            for number, group in enumerate(self.param_groups)
+            for i, param in enumerate(group["params"])
+        }
+        for managed in engine.add(new, [names[id(param)] for param in new]):
+            param = managed.tensor
+            self._managed[id(param)] = managed
+            self._stand_ins.append(StandIn(engine, managed.index, param))
+            self._hooks.append(hooks.attach(self, managed.index, param))
+
+    def gradient_is_ready(self, index: int, param: torch.Tensor) -> None:
+        """The hook: autograd has accumulated into `param.grad`."""
+        grad = param.grad
+        stand_in = self._stand_ins[index]
+        if grad is stand_in or grad is None:
+            return  # a further gradient went through the stand-in's add_
+        engine = self._require_engine()
+        if grad.layout != torch.strided:
+            param.grad = None
+            raise TypeError(
+                f"the gradient of {engine.name(index)} is {grad.layout}, expected a dense one: "
+                "build its embedding with sparse=False"
+            )
+        engine.take(index, grad)
+        param.grad = stand_in
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient. Returns what `closure` returns."""
+        engine = self._require_engine()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._manage([param for param in self._all_params() if param.grad is not None])
+        self._collect_gradients(engine)
+        if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
+            return loss
+        for managed in engine.managed:
+            if managed.tensor._version != managed.version:
+                engine.refresh(managed.index)
+        norm = engine.step(self._hypers())
+        self.last_grad_norm = norm
+        self._steps += 1
+        self.last_step_skipped = norm != norm or norm in (float("inf"), float("-inf"))
+        if self.last_step_skipped:
+            self._count_skipped(norm)
+        else:
+            self._publish_states(engine)
+        return loss
+
+    def _collect_gradients(self, engine: Engine) -> None:
+        """Make the engine's view agree with `p.grad`: dropped ones are forgotten, ones set by hand are taken."""
+        for param in self._all_params():
+            managed = self._managed.get(id(param))
+            if managed is None:
+                continue
+            stand_in = self._stand_ins[managed.index]
+            if param.grad is None:
+                engine.forget(managed.index)
+            elif param.grad is stand_in and managed.gathered is Gathered.SPENT:
+                raise RuntimeError(
+                    f"step() has no gradient for {managed.name}: the last one was used by the step before. "
+                    "Call zero_grad() after each step"
+                )
+            elif param.grad is not stand_in:
+                if param.grad.layout != torch.strided:
+                    raise TypeError(f"the gradient of {managed.name} is {param.grad.layout}, expected a dense one")
+                engine.take(managed.index, param.grad)
+
+    def _hypers(self) -> dict[int, Hyper]:
+        hypers: dict[int, Hyper] = {}
+        for group in self.param_groups:
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            hyper = Hyper(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+            for param in group["params"]:
+                if (managed := self._managed.get(id(param))) is not None:
+                    hypers[managed.index] = hyper
+        return hypers
+
+    def _count_skipped(self, norm: float) -> None:
+        self.skipped_steps += 1
+        if self.skipped_steps == 1:
+            message = f"a step was skipped because the norm of the gradients is {norm}; skipped_steps counts them"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def _publish_states(self, engine: Engine) -> None:
+        """Show the host's states of updated parameters in `state`, as views."""
+        for managed in engine.managed:
+            if managed.step == 0:
+                continue
+            state = self.state[managed.tensor]
+            if not state:
+                state["step"] = torch.zeros(())
+                shape = managed.tensor.shape
+                for name in _STATES:
+                    state[name] = managed.segment.view(name, managed.index, shape)
+            state["step"].fill_(managed.step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, also what has been gathered of them; with False they become true zeros."""
+        if set_to_none:
+            self._require_engine().forget_all()
+        super().zero_grad(set_to_none)
+
+    # -- what can be asked -------------------------------------------------------------------------------------
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the gradient gathered for the next step: fp32, on the host, in the parameter's shape."""
+        managed = self._managed.get(id(param))
+        if managed is None:
+            raise ValueError("grad() expects a trainable parameter of this optimizer")
+        if managed.gathered is not Gathered.LIVE:
+            return None
+        return self._require_engine().gradient(managed.index)
+
+    def refresh(self) -> None:
+        """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
+        engine = self._require_engine()
+        for managed in engine.managed:
+            engine.refresh(managed.index)
+
+    def report(self) -> StepReport:
+        """Sizes, bytes moved and where the time of the steps went, so far."""
+        engine = self._require_engine()
+        trace = engine.device.trace
+        tensors = [managed.tensor for managed in engine.managed]
+        return StepReport(
+            num_params=sum(tensor.numel() for tensor in tensors),
+            device_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors),
+            staging_bytes=engine.ring.nbytes,
+            host_bytes=engine.host_bytes,
+            steps=self._steps,
+            bytes_down=engine.device.bytes_down,
+            bytes_up=engine.device.bytes_up,
+            wait_gradients_ms=trace.total_ms("main", "wait for gradients"),
+            adam_ms=trace.total_ms("compute", "wait for values"),
+            adam_busy_ms=trace.total_ms("host", "adam"),
+            copy_back_ms=trace.total_ms("compute", "copy back"),
+        )
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write every span so far as a Chrome trace; needs the option `trace=True`."""
+        trace = self._require_engine().device.trace
+        if not trace.keep_spans:
+            raise ValueError("write_trace needs the optimizer to be built with trace=True")
+        trace.write(path)
+
+    def close(self) -> None:
+        """Remove the hooks and end the engine's threads; the states stay readable. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        for managed, stand_in in zip(engine.managed, self._stand_ins, strict=True):
+            if managed.tensor.grad is stand_in:
+                managed.tensor.grad = None
+        engine.device.close()
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("this optimizer is closed")
+        return self._engine
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """`torch.optim.AdamW`'s format, with the fp32 parameters beside the moments under `master`."""
+        if self._engine is not None:
+            self._engine.finish()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
+        engine = self._require_engine()
+        states = self._match_states(state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        engine.finish()
+        for managed in engine.managed:
+            managed.step = 0
+            saved = states.get(managed.index)
+            for name in ("exp_avg", "exp_avg_sq"):
+                view = managed.segment.view(name, managed.index, managed.tensor.shape)
+                view.zero_() if saved is None else view.copy_(saved[name])
+            if saved is not None:
+                managed.step = int(saved["step"])
+                if saved.get("master") is not None:
+                    managed.segment.view("master", managed.index, managed.tensor.shape).copy_(saved["master"])
+        self._publish_states(engine)
+
+    def _match_states(self, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """The saved state of each managed parameter, checked; ValueError says what does not fit."""
+        groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+        if groups is None or "state" not in state_dict:
+            raise ValueError("load_state_dict expects a dict with 'state' and 'param_groups', as state_dict() returns")
+        sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in groups]
+        if sizes != saved_sizes:
+            raise ValueError(f"the saved groups hold {saved_sizes} parameters, this optimizer's hold {sizes}")
+        saved_ids = [number for group in groups for number in group["params"]]
+        states: dict[int, dict[str, Any]] = {}
+        for saved_id, param in zip(saved_ids, self._all_params(), strict=True):
+            saved = state_dict["state"].get(saved_id)
+            managed = self._managed.get(id(param))
+            if not saved or managed is None:
+                continue
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                if name not in saved:
+                    raise ValueError(f"the saved state of {managed.name} has no {name!r}")
+            for name in _STATES:
+                shape = tuple(saved[name].shape) if saved.get(name) is not None else tuple(param.shape)
+                if shape != tuple(param.shape):
+                    raise ValueError(
+                        f"the saved {name} of {managed.name} has shape {shape}, expected {tuple(param.shape)}"
+                    )
+            states[managed.index] = saved
+        return states
+
+
+def _device_for(params: list[torch.Tensor], config: OffloadConfig) -> Device:
+    types = sorted({param.device.type for param in params})
+    if types != ["cpu"]:
+        raise ValueError(f"parameters are on {', '.join(types)}: this version runs on CPU parameters only")
+    return EmulatedDevice(keep_spans=config.trace, threads=config.threads or usable_threads())
+
+
+def _name(group: dict[str, Any], group_number: int, number: int) -> str:
+    names = group.get("param_names")
+    return repr(names[number]) if names else f"parameter {number} of group {group_number}"
+
+
+def _check_param(param: torch.Tensor, name: str) -> None:
+    if param.layout != torch.strided:
+        raise TypeError(f"{name} is {param.layout}, expected a dense tensor")
+    if param.dtype not in _PARAM_DTYPES:
+        raise TypeError(f"{name} is {param.dtype}, expected one of {', '.join(str(d) for d in _PARAM_DTYPES)}")
+    if param.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, expected a tensor with data: materialise the model first")
+
+
+def _check_hyper(group: dict[str, Any]) -> None:
+    for key in ("lr", "eps", "weight_decay"):
+        if isinstance(group[key], torch.Tensor) and group[key].numel() != 1:
+            raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(group[key].shape)}")
+        if not float(group[key]) >= 0.0:
+            raise ValueError(f"{key} must be 0 or more, got {group[key]!r}")
+    betas = tuple(group["betas"])
+    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']!r}")

@@ -1,0 +1,188 @@
+"""What stands in `p.grad` while the gradient itself is on its way to the host.
+
+A tensor subclass without storage, of the gradient's shape, dtype and device. It answers what training loops ask of
+gradients by talking to the engine, and fails with a sentence on anything else, so that nothing is silently lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+aten = torch.ops.aten
+
+
+class StandInError(RuntimeError):
+    """An operation on `p.grad` that needs the values, which are not there."""
+
+
+class GradientOwner(Protocol):
+    """What a stand-in asks of the engine, by the parameter's index."""
+
+    def name(self, index: int) -> str: ...
+    def norm(self, index: int) -> float: ...
+    def scale_gradient(self, index: int, factor: float) -> None: ...
+    def zero_gradient(self, index: int) -> None: ...
+    def add_gradient(self, index: int, grad: torch.Tensor) -> None: ...
+
+
+class StandIn(torch.Tensor):
+    """See the module."""
+
+    owner: weakref.ref[GradientOwner]
+    index: int
+
+    @staticmethod
+    def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor) -> StandIn:
+        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        self.owner = weakref.ref(owner)
+        self.index = index
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            first = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, StandIn))
+            raise first.refuse(func)
+        return handler(*args, **(kwargs or {}))
+
+    def ask(self) -> GradientOwner:
+        owner = self.owner()
+        if owner is None:
+            raise StandInError("this gradient belongs to an optimizer that no longer exists")
+        return owner
+
+    def refuse(self, func: Any) -> StandInError:
+        owner = self.owner()
+        name = "a parameter" if owner is None else owner.name(self.index)
+        return StandInError(
+            f"{func} needs the values of the gradient of {name}, which have left for the host. Its p.grad answers "
+            "norm (L2), mul_ and div_ by a number, add_, zero_, and the non-finite check of a GradScaler; "
+            "read the values with optimizer.grad(p)"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.refuse("pickling")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise self.refuse("copy.deepcopy")
+
+
+def _number(func: Any, stand_in: StandIn, factor: Any) -> float:
+    if isinstance(factor, torch.Tensor):
+        if isinstance(factor, StandIn) or factor.numel() != 1:
+            raise stand_in.refuse(f"{func} with a tensor of shape {tuple(factor.shape)}")
+        return float(factor)
+    return float(factor)
+
+
+def _mul_(self: Any, factor: Any) -> Any:
+    if not isinstance(self, StandIn):
+        raise factor.refuse("multiplying by a gradient")
+    self.ask().scale_gradient(self.index, _number("mul_", self, factor))
+    return self
+
+
+def _div_(self: Any, divisor: Any) -> Any:
+    if not isinstance(self, StandIn):
+        raise divisor.refuse("dividing by a gradient")
+    self.ask().scale_gradient(self.index, 1.0 / _number("div_", self, divisor))
+    return self
+
+
+def _add_(self: Any, other: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(self, StandIn) or not isinstance(other, torch.Tensor) or isinstance(other, StandIn):
+        raise (self if isinstance(self, StandIn) else other).refuse("add_ with anything but a gradient")
+    if other.shape != self.shape:
+        raise self.refuse(f"add_ with a tensor of shape {tuple(other.shape)}")
+    self.ask().add_gradient(self.index, other if alpha == 1 else other * alpha)
+    return self
+
+
+def _zero_(self: StandIn) -> StandIn:
+    self.ask().zero_gradient(self.index)
+    return self
+
+
+def _vector_norm(
+    self: StandIn, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    if ord != 2 or dim is not None or keepdim:
+        raise self.refuse("a norm other than the L2 norm of the whole gradient")
+    # fp64, so that a norm of these norms is the engine's own.
+    return torch.tensor(self.ask().norm(self.index), dtype=dtype or torch.float64, device=self.device)
+
+
+def _norm(self: StandIn, p: float = 2) -> torch.Tensor:
+    return _vector_norm(self, 2 if p is None else p)
+
+
+def _for_each(inplace: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
+    """The in-place foreach operation, on stand-ins and on real tensors between them."""
+
+    def apply(tensors: Any, factors: Any) -> None:
+        each = factors if isinstance(factors, list | tuple) else [factors] * len(tensors)
+        for tensor, factor in zip(tensors, each, strict=True):
+            inplace(tensor, factor)
+
+    return apply
+
+
+def _foreach_mul_one(tensor: Any, factor: Any) -> None:
+    tensor.mul_(factor)
+
+
+def _foreach_div_one(tensor: Any, divisor: Any) -> None:
+    tensor.div_(divisor)
+
+
+def _foreach_zero_(tensors: Any) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def _foreach_norm(tensors: Any, ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+
+
+def _unscale_(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """`torch.amp.GradScaler.unscale_`: note non-finite gradients, divide the others by the loss scale."""
+    for tensor in tensors:
+        if isinstance(tensor, StandIn):
+            if not torch.isfinite(torch.linalg.vector_norm(tensor)):
+                found_inf.fill_(1.0)
+            tensor.mul_(inv_scale)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_([tensor], found_inf, inv_scale)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: lambda self: self,
+    aten.add_.Tensor: _add_,
+    aten.mul_.Tensor: _mul_,
+    aten.mul_.Scalar: _mul_,
+    aten.div_.Tensor: _div_,
+    aten.div_.Scalar: _div_,
+    aten.zero_.default: _zero_,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._foreach_mul_.Tensor: _for_each(_foreach_mul_one),
+    aten._foreach_mul_.Scalar: _for_each(_foreach_mul_one),
+    aten._foreach_mul_.ScalarList: _for_each(_foreach_mul_one),
+    aten._foreach_div_.Tensor: _for_each(_foreach_div_one),
+    aten._foreach_div_.Scalar: _for_each(_foreach_div_one),
+    aten._foreach_zero_.default: _foreach_zero_,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
+}
