@@ -1,0 +1,26 @@
+"""Every test starts from the same seed and leaves no engine thread behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_threads_left():
+    """After the test, the engine's threads are those that were there before."""
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("zofftk-")}
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("zofftk-") and thread not in before:
+            thread.join(timeout=5)
+            assert not thread.is_alive(), thread.name
