@@ -1,0 +1,36 @@
+#include "adam.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace zofftk {
+
+namespace {
+
+// The raw gradient's bound: scaled, it is 2^-58, whose square times 1 - beta2 is still a normal number.
+float tiny_grad(double grad_scale) {
+  const double bound = grad_scale == 0.0 ? 0x1p-58 : 0x1p-58 / std::fabs(grad_scale);
+  return static_cast<float>(std::isnan(bound) ? 0x1p-58 : std::clamp(bound, 0x1p-100, 1.0));
+}
+
+}  // namespace
+
+AdamConstants adam_constants(const AdamHyper& hyper) {
+  const double step = static_cast<double>(hyper.step);
+  const double bias1 = 1.0 - std::pow(hyper.beta1, step);
+  const double bias2_sqrt = std::sqrt(1.0 - std::pow(hyper.beta2, step));
+  AdamConstants constants{};
+  constants.grad_scale = static_cast<float>(hyper.grad_scale);
+  constants.decay = static_cast<float>(1.0 - hyper.lr * hyper.weight_decay);
+  constants.weight_decay = static_cast<float>(hyper.weight_decay);
+  constants.w1 = static_cast<float>(1.0 - hyper.beta1);
+  constants.w2 = static_cast<float>(1.0 - hyper.beta2);
+  constants.b2 = static_cast<float>(hyper.beta2);
+  constants.bias2_sqrt = static_cast<float>(bias2_sqrt);
+  constants.eps = static_cast<float>(hyper.eps);
+  constants.minus_step_size = static_cast<float>(-(hyper.lr / bias1));
+  constants.tiny = {tiny_grad(hyper.grad_scale), 0x1p-80f, 0x1p-120f, 0x1p-80f};
+  return constants;
+}
+
+}  // namespace zofftk

@@ -1,0 +1,25 @@
+// Threads for loops over chunks. Workers are made when first needed and live until the process ends; the calling
+// thread is always one of those that work. A forked child starts afresh with threads of its own.
+#pragma once
+#include <cstdint>
+
+namespace zofftk {
+
+using Task = void (*)(const void* context, int64_t index);
+
+// Calls task(context, index) once for every index in [0, count), on at most `threads` threads, and returns when all
+// are done. Concurrent calls take turns. Every task runs in the default floating-point mode; the caller's is restored.
+void run_tasks(int64_t count, int threads, Task task, const void* context);
+
+template <class Function>
+void parallel_for(int64_t count, int threads, const Function& function) {
+  run_tasks(
+      count, threads, [](const void* context, int64_t index) { (*static_cast<const Function*>(context))(index); },
+      &function);
+}
+
+int64_t chunk_elements();             // elements per task
+void set_chunk_elements(int64_t n);   // tests: a multiple of 64, or 0 for the default
+int worker_count();                   // threads this process has made so far
+
+}  // namespace zofftk
