@@ -9,6 +9,15 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread():
+    """The models here are tiny: a second OpenMP thread only spins, for seconds where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ def adam(
         exp_avg_sq.data_ptr(),
         grad.data_ptr(),
         _NAMES[grad.dtype],
-        out.data_ptr(),
+        0 if out is master else out.data_ptr(),
         _NAMES[out.dtype],
         master.numel(),
         step=step,

@@ -209,7 +209,7 @@ class Engine:
             bucket.total = self.device.buffer(f"total of {bucket.label}", numel, torch.float32, "host", zero=True)
         assert bucket.arrived is not None
         task = update.add_to_total(bucket, self.threads)
-        self.device.wait(HOST, bucket.arrived, f"arrived: {bucket.label} must be here before it is summed")
+        self.device.wait(HOST, bucket.arrived, f"arrived in wire: {bucket.label} must be here before it is summed")
         self.device.host_task(f"sum: {bucket.label}", task, reads=[bucket.wire], writes=[bucket.total])
         bucket.summed |= bucket.on_wire
         bucket.on_wire = set()
@@ -259,7 +259,7 @@ class Engine:
             if bucket.summed:
                 self._total_statistics(bucket)
         arrived = self.device.record(DOWN)
-        self.device.wait(HOST, arrived, "arrived: the statistics of every bucket must be here")
+        self.device.wait(HOST, arrived, "arrived with statistics: those of every bucket go into the norm")
         sums = [bucket.square_sums for bucket in self.buckets]
         self.device.host_task(
             "norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms]

@@ -59,7 +59,7 @@ class StagingRing:
         """The slot that was released first; `stream` goes on when its last use is over."""
         slot = self._free.popleft()
         if slot.last_use is not None and slot.last_use.stream != stream:
-            self._device.wait(stream, slot.last_use, f"wait for a slot: {slot.data.name} must have been emptied")
+            self._device.wait(stream, slot.last_use, f"slot for {stream}: {slot.data.name} must have been emptied")
         return slot
 
     def release(self, slot: Slot, last_use: Event) -> None:

@@ -72,6 +72,16 @@ class StandIn(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
+    # These go round the dispatcher, straight to the memory that is not there.
+    def tolist(self) -> Any:
+        raise self.refuse("tolist")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise self.refuse("numpy")
+
+    def __array__(self, dtype: Any = None) -> Any:
+        raise self.refuse("conversion to a numpy array")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refuse("pickling")
 

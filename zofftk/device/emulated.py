@@ -21,6 +21,7 @@ import torch
 
 from zofftk import cpu_kernels
 from zofftk.device.base import COMPUTE, DOWN, UP, Buffer, Device, Event, Part, Place, Run, StreamName
+from zofftk.threads import usable_threads
 from zofftk.triton_kernels import reference
 
 Operation = Callable[[], None]
@@ -50,7 +51,7 @@ class EmulatedDevice(Device):
         poison: bool = False,
     ) -> None:
         super().__init__(keep_spans=keep_spans)
-        self._threads = threads
+        self._threads = threads or usable_threads()
         self._poison = poison
         self._gb_s: dict[StreamName, float | None] = {DOWN: down_gb_s, UP: up_gb_s}
         self._pid = os.getpid()
