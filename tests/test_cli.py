@@ -1,0 +1,121 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zofftk.cli import main
+
+
+def error_of(capsys, *arguments: str) -> str:
+    """The one line that a refused command leaves."""
+    try:
+        code = main(arguments)
+    except SystemExit as stopped:
+        code = stopped.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("zofftk: error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["tarin"], ["tarin", "train"]),
+        (["train", "--warp"], ["--warp"]),
+        (["train", "--preset", "3b"], ["3b", "tiny", "70b"]),
+        (["train", "--steps", "many"], ["--steps", "many"]),
+        (["train", "--steps", "0"], ["--steps", "at least 1", "0"]),
+        (["train", "--lr", "-1"], ["--lr", "above 0", "-1"]),
+        (["train", "--dtype", "int8"], ["--dtype", "bf16", "int8"]),
+        (["train", "--data"], ["--data"]),
+        (["train", "--data", "/no/such/file"], ["/no/such/file", "No such file"]),
+        (["train", "--resume", "/no/such/file"], ["/no/such/file", "No such file"]),
+        (["train", "--name", ""], ["--name"]),
+        (["train", "--name", "a/b"], ["--name", "a/b"]),
+    ],
+)
+def test_wrong_arguments_get_one_line(capsys, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    message = error_of(capsys, *arguments)
+    for word in words:
+        assert word in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"], ["bench", "--help"]])
+def test_help_names_every_command_and_option(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    expected = {
+        "--help": ["train", "doctor", "bench"],
+        "train": ["--preset", "--resume", "70b"],
+        "doctor": ["advice"],
+        "bench": ["cpu-adam"],
+    }
+    for word in expected[arguments[0]]:
+        assert word in shown
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("zofftk 0.")
+
+
+def test_help_loads_no_torch():
+    code = """if True:
+        import sys
+        from zofftk.cli import main
+        try:
+            main(["train", "--help"])
+        except SystemExit:
+            print("torch" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+def test_a_full_disk_is_one_line(capsys, monkeypatch):
+    def full(options):
+        raise OSError(28, "No space left on device", "runs/x/checkpoint.pt")
+
+    monkeypatch.setattr("zofftk.cli.run_doctor", full)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == ("zofftk: error: [Errno 28] No space left on device: 'runs/x/checkpoint.pt'\n")
+
+
+def test_train_takes_all_its_options_to_the_run(capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten " * 20)
+    began = time.time()
+    options = ["--preset", "tiny", "--data", str(text), "--steps", "2", "--batch-size", "2", "--seq-len", "8"]
+    options += ["--lr", "0.01", "--dtype", "fp32", "--device", "cpu", "--max-grad-norm", "0.5", "--seed", "7"]
+    keep = ["--out", str(tmp_path), "--name", "run", "--save", str(tmp_path / "end.pt"), "--save-every", "1"]
+    assert main(["train", *options, *keep]) == 0
+    config = json.loads((tmp_path / "run" / "record.json").read_text())["config"]
+    assert config == {
+        "preset": "tiny",
+        "data": [str(text)],
+        "steps": 2,
+        "batch_size": 2,
+        "seq_len": 8,
+        "lr": 0.01,
+        "dtype": "fp32",
+        "device": "cpu",
+        "max_grad_norm": 0.5,
+        "seed": 7,
+    }
+    assert (tmp_path / "end.pt").stat().st_mtime >= began - 2
+    assert "step 2/2" in capsys.readouterr().out
+    more = ["--steps", "3", "--out", str(tmp_path), "--name", "on"]
+    assert main(["train", "--resume", str(tmp_path / "end.pt"), *more]) == 0
+    assert len(json.loads((tmp_path / "on" / "record.json").read_text())["samples"]) == 3

@@ -1,0 +1,3 @@
+from zofftk.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,79 @@
+"""A run on disk: everything that its next step depends on, written whole or not at all, checked before it is used."""
+
+import pickle
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zofftk.atomic_file import replacing
+from zofftk.errors import InputError
+from zofftk.gpt_config import GPTConfig
+
+FORMAT = "zofftk checkpoint 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """`config` is the run's configuration and `samples` what was measured at its `step` steps, as plain values."""
+
+    step: int
+    config: dict[str, Any]
+    model_config: dict[str, Any]
+    data_fingerprint: str
+    samples: list[dict[str, Any]]
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+
+    def check_model(self, config: GPTConfig, model: nn.Module) -> None:
+        """Raises for the first field or tensor that differs, so that nothing is half loaded."""
+        for name, expected in asdict(config).items():
+            if (saved := self.model_config.get(name)) != expected:
+                raise InputError(
+                    f"--resume: expected a model with {name}={expected}, the checkpoint has {name}={saved}"
+                )
+        expected_tensors = model.state_dict()
+        for name in sorted(expected_tensors.keys() | self.model.keys()):
+            expected, saved = _describe(expected_tensors.get(name)), _describe(self.model.get(name))
+            if expected != saved:
+                raise InputError(f"--resume: {name}: expected {expected}, the checkpoint has {saved}")
+
+
+def _describe(tensor: torch.Tensor | None) -> str:
+    return "no such tensor" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    with replacing(path) as file:
+        # Field by field: asdict would copy every tensor.
+        torch.save({"format": FORMAT} | vars(checkpoint), file)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, on the CPU; loading runs no code from the file."""
+    try:
+        _check_bytes(path)
+        # Mapped, so that what has been copied into the model does not also stay in memory.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise InputError(f"--resume: expected a checkpoint; {path}: {error.strerror or error}") from None
+    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+        raise InputError(f"--resume: expected a whole checkpoint; {path} is truncated, damaged or not one") from None
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise InputError(f"--resume: expected a file marked {FORMAT!r}; {path} is marked {found!r}")
+    names = Checkpoint.__dataclass_fields__.keys()
+    if content.keys() != names:
+        raise InputError(f"--resume: expected the entries {', '.join(names)}; {path} holds {', '.join(content)}")
+    return Checkpoint(**content)
+
+
+def _check_bytes(path: Path) -> None:
+    """torch.load does not compare checksums, so a flipped bit in a weight would go unseen."""
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(damaged)

@@ -1,0 +1,114 @@
+"""The command line: reads options, hands over, and turns errors of the user's into one line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from zofftk.errors import InputError
+from zofftk.outputs import Outputs, run_folder
+from zofftk.presets import PRESETS
+from zofftk.train_config import DEVICES, DTYPES, TrainConfig
+
+OPERATION_FAILED = 1
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"zofftk: error: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = build_parser(bench="bench" in arguments[:1]).parse_args(arguments)
+    try:
+        return options.run(options)
+    except InputError as error:
+        print(f"zofftk: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except OSError as error:
+        print(f"zofftk: error: {error}", file=sys.stderr)
+        return OPERATION_FAILED
+    except KeyboardInterrupt:
+        print("zofftk: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def build_parser(*, bench: bool = False) -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="zofftk", description="Train models larger than the device: ZeRO-Offload for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"zofftk {version('zofftk')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_train(commands.add_parser("train", help="train a GPT-2-like model on text"))
+    doctor = commands.add_parser("doctor", help="say what this machine offers and lacks")
+    doctor.description = "Lists what the engine can use here, with one line of advice for each thing missing."
+    doctor.set_defaults(run=run_doctor)
+    add_bench(commands.add_parser("bench", help="measure a part of the engine"), chosen=bench)
+    return parser
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Trains a GPT-2-like model: optimizer on the host, 16-bit parameters on the device."
+    parser.set_defaults(run=run_train)
+    # An option that is not given leaves no attribute, so that a preset or a checkpoint decides.
+    parser.argument_default = argparse.SUPPRESS
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)} (default: tiny)")
+    what.add_argument("--data", nargs="+", metavar="FILE", help="UTF-8 text files (default: Python's standard library)")
+    what.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: the preset's)")
+    what.add_argument("--batch-size", type=int, metavar="N", help="sequences per step (default: the preset's)")
+    what.add_argument("--seq-len", type=int, metavar="N", help="tokens per sequence (default: the preset's)")
+    what.add_argument("--lr", type=float, metavar="X", help="peak learning rate (default: the preset's)")
+    what.add_argument("--max-grad-norm", type=float, metavar="X", help="gradients are clipped to it (default: 1.0)")
+    what.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")
+    what.add_argument("--device", choices=DEVICES, help="auto takes a GPU where there is one (default: auto)")
+    what.add_argument("--seed", type=int, metavar="N", help="of the initial weights and the batches (default: 0)")
+    where = parser.add_argument_group("what is kept")
+    where.add_argument("--out", type=Path, metavar="FOLDER", help="parent of the run's folder (default: runs)")
+    where.add_argument("--name", metavar="NAME", help="of the run's folder (default: preset and time)")
+    where.add_argument("--save", type=Path, metavar="PATH", help="write a checkpoint here at the end")
+    where.add_argument("--save-every", type=int, metavar="N", help="write the checkpoint every N steps as well")
+    where.add_argument("--resume", type=Path, metavar="PATH", help="go on from a checkpoint, to the same bits")
+
+
+def add_bench(parser: argparse.ArgumentParser, *, chosen: bool) -> None:
+    parser.description = "Measures a part of the engine on this machine."
+    benches = parser.add_subparsers(title="benches", metavar="BENCH", required=True)
+    cpu_adam = benches.add_parser("cpu-adam", help="CPU Adam in parameters per second")
+    if chosen:
+        # A bench brings its own options, and with them everything it imports.
+        from zofftk.bench import cpu_adam as bench
+
+        bench.add_arguments(cpu_adam)
+        cpu_adam.set_defaults(run=bench.run)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from zofftk.doctor import run_doctor
+
+    return run_doctor()
+
+
+def run_train(options: argparse.Namespace) -> int:
+    given = vars(options)
+    asked = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
+    if "data" in asked:
+        asked["data"] = tuple(os.path.abspath(file) for file in asked["data"])
+    if "resume" not in given:
+        config, checkpoint = TrainConfig.from_options(asked), None
+    else:
+        from zofftk.checkpoint import load_checkpoint
+
+        checkpoint = load_checkpoint(given["resume"])
+        config = TrainConfig(**checkpoint.config).resumed_with(asked)
+    folder = run_folder(given.get("out", Path("runs")), given.get("name"), config.preset)
+    outputs = Outputs(folder=folder, save=given.get("save"), save_every=given.get("save_every"))
+
+    from zofftk.train import train
+
+    return train(config, outputs, resume=checkpoint)
