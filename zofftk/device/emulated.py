@@ -65,11 +65,11 @@ class EmulatedDevice(Device):
 
     def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool) -> torch.Tensor:
         # numpy asks for huge pages where the system offers them on request; torch does not.
-        nbytes = numel * dtype.itemsize
+        nbytes = max(1, numel) * dtype.itemsize
         flat = np.zeros(nbytes, np.uint8) if zero else np.empty(nbytes, np.uint8)
         if self._poison and not zero:
             flat.fill(0xFF)  # NaN in every float dtype
-        return torch.from_numpy(flat).view(dtype)
+        return torch.from_numpy(flat).view(dtype)[:numel]
 
     # -- order -------------------------------------------------------------------------------------------------
 
