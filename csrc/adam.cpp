@@ -29,7 +29,7 @@ AdamConstants adam_constants(const AdamHyper& hyper) {
   constants.bias2_sqrt = static_cast<float>(bias2_sqrt);
   constants.eps = static_cast<float>(hyper.eps);
   constants.minus_step_size = static_cast<float>(-(hyper.lr / bias1));
-  constants.tiny = {tiny_grad(hyper.grad_scale), 0x1p-80f, 0x1p-120f, 0x1p-80f};
+  constants.tiny = {tiny_grad(hyper.grad_scale), 0x1p-80f, 0x1p-120f};
   return constants;
 }
 

@@ -35,7 +35,7 @@ struct AdamHyper {
 // Magnitudes below which (zero excepted) an operand counts as tiny. At or above them no operation of the formula
 // yields a subnormal for ordinary hyperparameters; where one does all the same, it is slow and still right.
 struct Tiny {
-  float grad, moment, variance, param;
+  float grad, moment, variance;
 };
 
 struct AdamConstants {

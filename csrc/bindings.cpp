@@ -54,6 +54,8 @@ void adam_step(uintptr_t param, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr
   }
   if (step < 1) throw std::invalid_argument("step: expected 1 or more, got " + std::to_string(step));
   check_threads(threads);
+  // Without decay both modes are the same, and an infinite parameter must not become 0 * inf in the gradient.
+  decoupled = decoupled || weight_decay == 0.0;
   const AdamHyper hyper{step, lr, beta1, beta2, eps, weight_decay, decoupled, grad_scale};
   const AdamArgs args{pointer<float>(param), pointer<float>(exp_avg), pointer<float>(exp_avg_sq), pointer<void>(grad),
                       pointer<void>(out),    grad_type,               out_type,                   decoupled,

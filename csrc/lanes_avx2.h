@@ -26,10 +26,21 @@ struct Lanes {
     return _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_castps_si256(bound), mag),
                             _mm256_cmpgt_epi32(mag, _mm256_setzero_si256()));
   }
+  // 0 < x < bound
+  ZOFFTK_INLINE M is_tiny_positive(F x, F bound) {
+    const __m256i bits = _mm256_castps_si256(x);
+    return _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_castps_si256(bound), bits),
+                            _mm256_cmpgt_epi32(bits, _mm256_setzero_si256()));
+  }
+  ZOFFTK_INLINE M is_nan(F x) { return _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
   ZOFFTK_INLINE M either(M a, M b) { return _mm256_or_si256(a, b); }
   ZOFFTK_INLINE bool any(M m) { return !_mm256_testz_si256(m, m); }
+  ZOFFTK_INLINE bool all(M m) { return _mm256_testc_si256(m, _mm256_set1_epi32(-1)); }
   ZOFFTK_INLINE F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(m)); }
 
+  ZOFFTK_INLINE __m256d below(__m256d x, double bound) {
+    return _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), x), _mm256_set1_pd(bound), _CMP_LT_OQ);
+  }
   // A subnormal float is its mantissa, an integer, times 2^-149. Going through that integer avoids the slow
   // treatment processors give to subnormal operands and results.
   ZOFFTK_INLINE __m256d widen4(__m128 x) {
@@ -43,7 +54,7 @@ struct Lanes {
   }
   ZOFFTK_INLINE __m128 narrow4(__m256d x) {
     const __m256d mag = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
-    const __m256d small = _mm256_cmp_pd(mag, _mm256_set1_pd(0x1p-126), _CMP_LT_OQ);
+    const __m256d small = below(x, 0x1p-126);
     const __m128 rest = _mm256_cvtpd_ps(_mm256_andnot_pd(small, x));
     const __m256d scaled = _mm256_mul_pd(_mm256_and_pd(small, mag), _mm256_set1_pd(0x1p149));
     const __m128i integer = _mm256_cvtpd_epi32(scaled);
@@ -52,10 +63,17 @@ struct Lanes {
     const __m128 signbit = _mm_and_ps(high, _mm_set1_ps(-0.0f));
     return _mm_or_ps(_mm_or_ps(rest, _mm_castsi128_ps(integer)), signbit);
   }
-  ZOFFTK_INLINE D widen(F x) { return {widen4(_mm256_castps256_ps128(x)), widen4(_mm256_extractf128_ps(x, 1))}; }
-  ZOFFTK_INLINE F narrow(D x) { return _mm256_set_m128(narrow4(x.hi), narrow4(x.lo)); }
   ZOFFTK_INLINE D widen_normal(F x) {
     return {_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))};
+  }
+  ZOFFTK_INLINE D widen(F x) {
+    if (!any(is_tiny(x, set1(0x1p-126f)))) return widen_normal(x);
+    return {widen4(_mm256_castps256_ps128(x)), widen4(_mm256_extractf128_ps(x, 1))};
+  }
+  ZOFFTK_INLINE F narrow(D x) {
+    const __m256d small = _mm256_or_pd(below(x.lo, 0x1p-126), below(x.hi, 0x1p-126));
+    if (_mm256_movemask_pd(small) == 0) return _mm256_set_m128(_mm256_cvtpd_ps(x.hi), _mm256_cvtpd_ps(x.lo));
+    return _mm256_set_m128(narrow4(x.hi), narrow4(x.lo));
   }
   // sqrt(k * 2^-149) = sqrt(2 k) * 2^-75
   ZOFFTK_INLINE F sqrt_any(F x) {
@@ -67,6 +85,11 @@ struct Lanes {
   }
   ZOFFTK_INLINE D dset1(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
   ZOFFTK_INLINE D dadd(D a, D b) { return {_mm256_add_pd(a.lo, b.lo), _mm256_add_pd(a.hi, b.hi)}; }
+  ZOFFTK_INLINE D dsub(D a, D b) { return {_mm256_sub_pd(a.lo, b.lo), _mm256_sub_pd(a.hi, b.hi)}; }
+  // |x| < bound ? yes : no
+  ZOFFTK_INLINE D dselect_small(D x, double bound, D yes, D no) {
+    return {_mm256_blendv_pd(no.lo, yes.lo, below(x.lo, bound)), _mm256_blendv_pd(no.hi, yes.hi, below(x.hi, bound))};
+  }
   ZOFFTK_INLINE D dmul(D a, D b) { return {_mm256_mul_pd(a.lo, b.lo), _mm256_mul_pd(a.hi, b.hi)}; }
   ZOFFTK_INLINE D ddiv(D a, D b) { return {_mm256_div_pd(a.lo, b.lo), _mm256_div_pd(a.hi, b.hi)}; }
   ZOFFTK_INLINE void dstore(double* to, D x) {

@@ -17,8 +17,12 @@ struct Lanes {
 
   // 0 < |x| < bound
   ZOFFTK_INLINE M is_tiny(F x, F bound) { return (bits_of(x) & 0x7FFFFFFFu) - 1u < bits_of(bound) - 1u; }
+  // 0 < x < bound
+  ZOFFTK_INLINE M is_tiny_positive(F x, F bound) { return bits_of(x) - 1u < bits_of(bound) - 1u; }
+  ZOFFTK_INLINE M is_nan(F x) { return x != x; }
   ZOFFTK_INLINE M either(M a, M b) { return a || b; }
   ZOFFTK_INLINE bool any(M m) { return m; }
+  ZOFFTK_INLINE bool all(M m) { return m; }
   ZOFFTK_INLINE F select(M m, F yes, F no) { return m ? yes : no; }
 
   // Between float and double, also for subnormal floats.
@@ -28,6 +32,9 @@ struct Lanes {
   ZOFFTK_INLINE F sqrt_any(F x) { return std::sqrt(x); }
   ZOFFTK_INLINE D dset1(double x) { return x; }
   ZOFFTK_INLINE D dadd(D a, D b) { return a + b; }
+  ZOFFTK_INLINE D dsub(D a, D b) { return a - b; }
+  // |x| < bound ? yes : no
+  ZOFFTK_INLINE D dselect_small(D x, double bound, D yes, D no) { return std::fabs(x) < bound ? yes : no; }
   ZOFFTK_INLINE D dmul(D a, D b) { return a * b; }
   ZOFFTK_INLINE D ddiv(D a, D b) { return a / b; }
   ZOFFTK_INLINE void dstore(double* to, D x) { *to = x; }
