@@ -33,7 +33,12 @@ def fill(device, buffer, values):
 
 
 def test_a_round_trip_through_the_link(device):
-    tensors = [torch.randn(300), torch.randn(7, 11).t(), torch.randn(0), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+    tensors = [
+        torch.randn(300),
+        torch.randn(7, 11).t(),
+        torch.randn(0),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ]
     parts, offset = [], 64
     for tensor in tensors:
         parts.append(Part(tensor, 0, tensor.numel(), offset, len(parts)))

@@ -50,7 +50,11 @@ def assert_same_run(run, expected):
     assert_same_bits(torch.stack(losses), torch.stack(expected_losses), "losses")
     assert norms == expected_norms
     names = [name for name, _ in expected_model.named_parameters()]
-    for state, flat in [("master", reference.master), ("exp_avg", reference.exp_avg), ("exp_avg_sq", reference.exp_avg_sq)]:
+    for state, flat in [
+        ("master", reference.master),
+        ("exp_avg", reference.exp_avg),
+        ("exp_avg_sq", reference.exp_avg_sq),
+    ]:
         for name, p, value in zip(names, model.parameters(), reference.split(flat), strict=True):
             assert_same_bits(opt.state[p][state], value, f"{state} of {name}")
     for name, p, q in zip(names, model.parameters(), expected_model.parameters(), strict=True):

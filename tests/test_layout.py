@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +46,7 @@ def test_pieces_cover_every_parameter_once_and_in_order(sizes, bucket_bytes):
         ranges = covered[spec.index]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == spec.numel
-        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
         assert layout.param_blocks[spec.index][1] == -(-spec.numel // BLOCK_NUMEL)
 
 

@@ -468,7 +468,10 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(damage, message):
     put_grads(params)
     opt.step()
     before = [opt.state[p]["master"].clone() for p in params]
-    saved = {"state": {k: dict(v) for k, v in opt.state_dict()["state"].items()}, "param_groups": opt.state_dict()["param_groups"]}
+    saved = {
+        "state": {k: dict(v) for k, v in opt.state_dict()["state"].items()},
+        "param_groups": opt.state_dict()["param_groups"],
+    }
     saved["state"][0]["master"] = torch.full((2,), 9.0)
     damage(saved)
     with pytest.raises(ValueError, match=message):
@@ -529,7 +532,9 @@ def test_sparse_gradients_name_the_parameter_and_nothing_is_lost():
     embedding, layer = torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 1)
     named = [("embedding", embedding.weight), *layer.named_parameters()]
     opt = zofftk.OffloadAdamW(named, lr=0.1)
-    with pytest.raises(TypeError, match=r"gradient of 'embedding' is torch.sparse_coo, expected a dense one.*sparse=False"):
+    with pytest.raises(
+        TypeError, match=r"gradient of 'embedding' is torch.sparse_coo, expected a dense one.*sparse=False"
+    ):
         layer(embedding(torch.tensor([1, 2]))).sum().backward()
     opt.zero_grad()
     layer(torch.ones(1, 4)).sum().backward()

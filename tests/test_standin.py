@@ -42,9 +42,7 @@ def test_it_has_the_gradients_shape_dtype_and_device():
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize(
-    ("max_norm", "expected"), [(1.0, [0.06, 0.08]), (1e-9, [6e-11, 8e-11]), (10.0, [0.3, 0.4])]
-)
+@pytest.mark.parametrize(("max_norm", "expected"), [(1.0, [0.06, 0.08]), (1e-9, [6e-11, 8e-11]), (10.0, [0.3, 0.4])])
 def test_b21_clip_grad_norm(three_and_four, max_norm, expected, foreach):
     params, opt = three_and_four
     assert torch.nn.utils.clip_grad_norm_(params, max_norm, foreach=foreach).item() == 5.0

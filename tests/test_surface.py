@@ -1,42 +1,59 @@
-"""What users may rely on; a change here is a change of their programs."""
+"""What users may rely on: public names, environment variables, and a light import."""
 
-from zofftk.cli import build_parser
-from zofftk.presets import PRESETS
+from __future__ import annotations
 
-TRAIN_OPTIONS = [
-    "--batch-size",
-    "--data",
-    "--device",
-    "--dtype",
-    "--help",
-    "--lr",
-    "--max-grad-norm",
-    "--name",
-    "--out",
-    "--preset",
-    "--resume",
-    "--save",
-    "--save-every",
-    "--seed",
-    "--seq-len",
-    "--steps",
-]
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import zofftk
+
+ROOT = Path(__file__).parent.parent
 
 
-def subparsers(parser):
-    (action,) = [action for action in parser._actions if action.dest == "==SUPPRESS==" and action.choices]
-    return action.choices
+def test_the_public_names_are_these():
+    assert zofftk.__all__ == ["CPUAdamW", "OffloadAdamW", "OffloadConfig", "cpu_adam"]
+    for name in zofftk.__all__:
+        assert getattr(zofftk, name).__doc__
 
 
-def test_commands():
-    assert list(subparsers(build_parser())) == ["train", "doctor", "bench"]
+def test_the_environment_variables_are_these():
+    sources = [*ROOT.glob("zofftk/**/*.py"), *ROOT.glob("csrc/*"), *ROOT.glob("triton_kernels/*.py")]
+    reads = re.compile(r"""(?:getenv\(|environ(?:\.get)?[\[(])\s*["'](\w+)""")
+    found = {name for path in sources if path.is_file() for name in reads.findall(path.read_text())}
+    assert {name for name in found if name.startswith("ZOFFTK_")} == {"ZOFFTK_ISA"}
 
 
-def test_train_options():
-    train = subparsers(build_parser())["train"]
-    assert sorted(option for option in train._option_string_actions if option.startswith("--")) == TRAIN_OPTIONS
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-def test_presets():
-    paper = ["1b", "2b", "4b", "6b", "8b", "10b", "11b", "12b", "13b", "15b", "20b", "40b", "60b", "70b"]
-    assert list(PRESETS) == ["tiny", "demo", "24m", *paper]
+def test_the_import_is_light():
+    code = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import zofftk
+print(time.perf_counter() - start)
+loaded = set(sys.modules) - before
+zofftk.OffloadAdamW
+print(sorted(set(sys.modules) & {"cupy", "triton", "matplotlib", "rich", "sentencepiece"}))
+"""
+    seconds, heavy = run(code).splitlines()
+    assert float(seconds) < 0.5
+    assert heavy == "[]"
+
+
+def test_the_kernels_of_triton_kernels_need_no_extension():
+    code = """
+import sys
+sys.modules["zofftk._cpu_adam"] = None
+from zofftk.triton_kernels import reference
+import torch
+flat = torch.zeros(3)
+reference.pack_([(torch.ones(3), 0, 3, 0)], flat)
+print(flat.tolist(), "zofftk._cpu_adam" in sys.modules and sys.modules["zofftk._cpu_adam"])
+"""
+    assert run(code).strip() == "[1.0, 1.0, 1.0] None"

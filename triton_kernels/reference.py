@@ -23,7 +23,7 @@ def pack_(ranges: Sequence[Range], flat: torch.Tensor) -> None:
         targets = [flat[offset : offset + stop - start] for _, start, stop, offset in ranges]
         sources = [_elements(tensor.detach(), start, stop) for tensor, start, stop, _ in ranges]
         if targets:
-            torch._foreach_copy_(targets, sources)
+            torch.ops.aten._foreach_copy_(targets, sources)
 
 
 def copy_back_(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
@@ -44,7 +44,7 @@ def copy_back_(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
             else:
                 _write_strided_(tensor, start, source)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            torch.ops.aten._foreach_copy_(targets, sources)
 
 
 def block_square_sums(flat: torch.Tensor, block_numel: int) -> torch.Tensor:

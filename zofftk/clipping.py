@@ -22,12 +22,15 @@ def sum_blocks(segments: Sequence[HostSegment], out: Buffer) -> Callable[[], Non
         sums = out.tensor.numpy()
         for segment in segments:
             params = sorted(segment.layout.param_blocks)
+            if segment.layout.num_blocks == 0:
+                sums[params] = 0.0
+                continue
             blocks = [segment.layout.param_blocks[param] for param in params]
             starts = np.array([first for first, _ in blocks], np.int64)
             counts = np.array([num for _, num in blocks], np.int64)
             result = np.empty(len(params), np.float64)
             _cpu_adam.sum_runs(
-                segment.arenas["square_sums"].data_ptr(),
+                segment.square_sums.data_ptr(),
                 starts.ctypes.data,
                 counts.ctypes.data,
                 len(params),

@@ -60,9 +60,7 @@ def adam(
 
 def block_square_sums(flat: torch.Tensor, out: torch.Tensor, threads: int) -> None:
     """fp64 sums of squares of `flat` over blocks of BLOCK_NUMEL elements into the first elements of `out`."""
-    _cpu_adam.block_square_sums(
-        flat.data_ptr(), _NAMES[flat.dtype], flat.numel(), BLOCK_NUMEL, out.data_ptr(), threads
-    )
+    _cpu_adam.block_square_sums(flat.data_ptr(), _NAMES[flat.dtype], flat.numel(), BLOCK_NUMEL, out.data_ptr(), threads)
 
 
 def accumulate(total: torch.Tensor, grad: torch.Tensor, threads: int) -> None:

@@ -261,9 +261,7 @@ class Engine:
         arrived = self.device.record(DOWN)
         self.device.wait(HOST, arrived, "arrived with statistics: those of every bucket go into the norm")
         sums = [bucket.square_sums for bucket in self.buckets]
-        self.device.host_task(
-            "norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms]
-        )
+        self.device.host_task("norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms])
         self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
         for managed, square_sum in zip(self.managed, self.device.value("norm", self._norms), strict=True):
             if managed.gathered is Gathered.LIVE:
@@ -275,9 +273,7 @@ class Engine:
             self._add_to_total(bucket)
         assert bucket.total is not None
         task = update.total_square_sums(bucket, self.threads)
-        self.device.host_task(
-            f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums]
-        )
+        self.device.host_task(f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums])
 
     # -- the update --------------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class HostSegment:
     layout: Layout
     buckets: list[HostBucket]
     arenas: dict[str, torch.Tensor]  # master, exp_avg, exp_avg_sq
+    square_sums: torch.Tensor
     nbytes: int
 
     def view(self, state: str, param: int, shape: torch.Size) -> torch.Tensor:
@@ -82,38 +83,50 @@ class HostSegment:
 
 
 def allocate_segment(device: Device, layout: Layout, first_label: int) -> HostSegment:
-    arenas = {
-        "master": device.buffer("master", layout.numel, torch.float32, "host", zero=True),
-        "exp_avg": device.buffer("exp_avg", layout.numel, torch.float32, "host", zero=True),
-        "exp_avg_sq": device.buffer("exp_avg_sq", layout.numel, torch.float32, "host", zero=True),
-        "square_sums": device.buffer("square_sums", layout.num_blocks, torch.float64, "host", zero=True),
-    }
+    def zeros(name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        return device.buffer(name, numel, dtype, "host", zero=True)
+
+    states = {name: zeros(name, layout.numel, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
+    square_sums = zeros("square_sums", layout.num_blocks, torch.float64)
     wires = _allocate_wires(device, layout)
     buckets = []
-    for number, bucket in enumerate(layout.buckets, first_label):
-        cut = {
-            state: device.slice(arena, f"{state} {number}", bucket.start, bucket.numel)
-            for state, arena in arenas.items()
-            if state != "square_sums"
-        }
-        sums = device.slice(arenas["square_sums"], f"statistics {number}", bucket.first_block, bucket.num_blocks)
-        pieces = {piece.param: piece for piece in bucket.pieces}
-        wire = wires[number - first_label]
-        wire.name = wire.clock.name = f"wire {number}"
-        buckets.append(HostBucket(f"bucket {number}", bucket, pieces, wire=wire, square_sums=sums, **cut))
-    nbytes = sum(arena.nbytes for arena in arenas.values()) + sum(wire.nbytes for wire in wires)
-    return HostSegment(layout, buckets, {name: arena.tensor for name, arena in arenas.items()}, nbytes)
+    for number, (bucket, wire) in enumerate(zip(layout.buckets, wires, strict=True), first_label):
+        master, exp_avg, exp_avg_sq = (
+            device.slice(states[name], f"{name} {number}", bucket.start, bucket.numel) for name in states
+        )
+        buckets.append(
+            HostBucket(
+                label=f"bucket {number}",
+                bucket=bucket,
+                pieces={piece.param: piece for piece in bucket.pieces},
+                master=master,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                wire=device.slice(wire.arena, f"wire {number}", wire.offset, bucket.numel),
+                square_sums=device.slice(square_sums, f"statistics {number}", bucket.first_block, bucket.num_blocks),
+            )
+        )
+    arenas = {id(wire.arena): wire.arena.nbytes for wire in wires}
+    nbytes = sum(state.nbytes for state in states.values()) + square_sums.nbytes + sum(arenas.values())
+    tensors = {name: state.tensor for name, state in states.items()}
+    return HostSegment(layout, buckets, tensors, square_sums.tensor, nbytes)
 
 
-def _allocate_wires(device: Device, layout: Layout) -> list[Buffer]:
-    """One arena per wire dtype, cut into the buckets' wires, in the order of the buckets."""
+@dataclass(frozen=True)
+class _WirePlace:
+    arena: Buffer
+    offset: int
+
+
+def _allocate_wires(device: Device, layout: Layout) -> list[_WirePlace]:
+    """One arena per wire dtype, and where in it each bucket's wire begins, in the order of the buckets."""
     numel: dict[str, int] = {}
     for bucket in layout.buckets:
         numel[bucket.wire] = numel.get(bucket.wire, 0) + bucket.numel
     arenas = {wire: device.buffer(f"wire {wire}", n, _DTYPES[wire], "host") for wire, n in numel.items()}
     offsets = dict.fromkeys(numel, 0)
-    wires = []
+    places = []
     for bucket in layout.buckets:
-        wires.append(device.slice(arenas[bucket.wire], "wire", offsets[bucket.wire], bucket.numel))
+        places.append(_WirePlace(arenas[bucket.wire], offsets[bucket.wire]))
         offsets[bucket.wire] += bucket.numel
-    return wires
+    return places

@@ -74,9 +74,7 @@ def build_layout(specs: Sequence[ParamSpec], bucket_bytes: int) -> Layout:
         for spec in reversed([spec for spec in specs if spec.wire == wire]):
             line.append(spec)
         line.close_bucket()
-    return Layout(
-        tuple(line.buckets), line.param_start, _param_blocks(line.buckets), line.arena_numel, line.next_block
-    )
+    return Layout(tuple(line.buckets), line.param_start, _param_blocks(line.buckets), line.arena_numel, line.next_block)
 
 
 class _Line:
@@ -120,9 +118,7 @@ class _Line:
     def close_bucket(self) -> None:
         if self.pieces:
             pieces = tuple(self.pieces)
-            self.buckets.append(
-                Bucket(self.wire, self.arena_numel, self.offset, self.next_block, self.block, pieces)
-            )
+            self.buckets.append(Bucket(self.wire, self.arena_numel, self.offset, self.next_block, self.block, pieces))
             self.next_block += self.block
             self.arena_numel = _round_up(self.arena_numel + self.offset, ALIGN_NUMEL)
         self._open_empty_bucket()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree
 
 aten = torch.ops.aten
 
@@ -42,7 +43,7 @@ class StandIn(torch.Tensor):
         self.index = index
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(
@@ -50,7 +51,7 @@ class StandIn(torch.Tensor):
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
-            first = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, StandIn))
+            first = next(a for a in _pytree.tree_leaves((args, kwargs)) if isinstance(a, StandIn))
             raise first.refuse(func)
         return handler(*args, **(kwargs or {}))
 
@@ -174,7 +175,7 @@ def _unscale_(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) ->
                 found_inf.fill_(1.0)
             tensor.mul_(inv_scale)
         else:
-            torch._amp_foreach_non_finite_check_and_unscale_([tensor], found_inf, inv_scale)
+            aten._amp_foreach_non_finite_check_and_unscale_([tensor], found_inf, inv_scale)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -199,6 +199,6 @@ class Device(ABC):
     def _load(self, parts: Sequence[Part], dst: Buffer) -> None: ...
 
     def _check_copy(self, dst: Buffer, dst_place: Place, src: Buffer, src_place: Place, runs: Sequence[Run]) -> int:
-        assert dst.place == dst_place and src.place == src_place, (dst, src)
+        assert (dst.place, src.place) == (dst_place, src_place), (dst.name, src.name)
         assert dst.tensor.dtype == src.tensor.dtype, (dst.name, src.name)  # a cast would go through pageable memory
         return sum(run.numel for run in runs) * src.itemsize

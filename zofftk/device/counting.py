@@ -40,9 +40,7 @@ class CountingDevice(Device):
     def _pack(self, label: str, parts: Sequence[Part], dst: Buffer, square_sums: Buffer) -> None:
         self.operations["pack"] += 1
 
-    def _copy(
-        self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int
-    ) -> None:
+    def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
         self.operations[stream] += 1
 
     def _copy_back(self, label: str, src: Buffer, parts: Sequence[Part]) -> None:

@@ -22,7 +22,7 @@ import torch
 from zofftk import cpu_kernels
 from zofftk.device.base import COMPUTE, DOWN, UP, Buffer, Device, Event, Part, Place, Run, StreamName
 from zofftk.threads import usable_threads
-from zofftk.triton_kernels import reference
+from zofftk.triton_kernels import reference  # pyright: ignore[reportMissingImports]  (mapped when installed)
 
 Operation = Callable[[], None]
 
@@ -107,9 +107,7 @@ class EmulatedDevice(Device):
                     dst.tensor[part.offset : part.offset + part.numel], square_sums.tensor[part.block :], self._threads
                 )
 
-    def _copy(
-        self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int
-    ) -> None:
+    def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
         # numpy copies without torch's thread pool, which each thread would start anew, and drops the GIL.
         dst_bytes, src_bytes = dst.tensor.view(torch.uint8).numpy(), src.tensor.view(torch.uint8).numpy()
         size, gb_s = src.itemsize, self._gb_s[stream]
@@ -207,9 +205,7 @@ class _Lane:
         self._queue.put((operation, always))
 
 
-def _work(
-    operations: queue.SimpleQueue[tuple[Operation, bool] | None], fault: _Fault, delay: _Delay | None
-) -> None:
+def _work(operations: queue.SimpleQueue[tuple[Operation, bool] | None], fault: _Fault, delay: _Delay | None) -> None:
     while (entry := operations.get()) is not None:
         operation, always = entry
         if fault.error is not None and not always:
