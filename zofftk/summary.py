@@ -24,15 +24,16 @@ def print_summary(console: Console, report: "StepReport", samples: Sequence[dict
 
 def byte_rows(report: "StepReport") -> list[tuple[str, str]]:
     """Memory and traffic, each per parameter, so that runs of any size compare."""
-    params = report.num_params
-    moved = params * max(1, report.steps)
+    params, steps = report.num_params, max(1, report.steps)
     down, up = report.bytes_down, report.bytes_up
     return [
         ("bytes per parameter on the device", f"{report.device_bytes / params:.2f}"),
         ("  staging buffers beside them", f"{report.staging_bytes / MIB:.1f} MiB"),
         ("bytes per parameter on the host", f"{report.host_bytes / params:.2f}"),
-        ("bytes down per step", f"{down / max(1, report.steps):,.0f} ({down / moved:.2f} per parameter; minimum 2)"),
-        ("bytes up per step", f"{up / max(1, report.steps):,.0f} ({up / moved:.2f} per parameter; minimum 2)"),
+        ("bytes down per step", f"{down / steps:,.0f}"),
+        ("  per parameter (least possible: 2)", f"{down / steps / params:.2f}"),
+        ("bytes up per step", f"{up / steps:,.0f}"),
+        ("  per parameter (least possible: 2)", f"{up / steps / params:.2f}"),
     ]
 
 

@@ -1,0 +1,1 @@
+"""Measurements that run from a checkout; not installed."""

@@ -1,0 +1,26 @@
+"""python -m experiments NAME [options]"""
+
+import argparse
+import importlib
+
+# Name: what it measures. Each is a module here with add_arguments(parser) and run(options) -> exit code.
+EXPERIMENTS = {
+    "step_time": "a step with the engine against one with torch's fused AdamW on 16-bit parameters",
+    "host_memory": "host memory the engine adds to a step, against what its states need",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description="Measurements, each kept as a record.")
+    commands = parser.add_subparsers(title="experiments", metavar="NAME", required=True)
+    for name, measures in EXPERIMENTS.items():
+        module = importlib.import_module(f"experiments.{name}")
+        command = commands.add_parser(name, help=measures, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    options = parser.parse_args()
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

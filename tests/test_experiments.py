@@ -1,0 +1,48 @@
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+
+
+def test_every_experiment_can_be_named():
+    main = importlib.import_module("experiments.__main__")
+    for name in main.EXPERIMENTS:
+        module = importlib.import_module(f"experiments.{name}")
+        assert callable(module.add_arguments)
+        assert callable(module.run)
+
+
+def test_step_time_compares_medians_and_keeps_the_spread():
+    step_time = importlib.import_module("experiments.step_time")
+    results = step_time.compare({"torch": [[10, 10, 90], [20, 20, 20]], "zofftk": [[11, 11, 11], [18, 18, 99]]})
+    assert results["torch_median_ms"] == 20
+    assert results["zofftk_median_ms"] == 14.5
+    assert results["ratio"] == pytest.approx(14.5 / 20)
+    assert (results["ratio_lowest_turn"], results["ratio_highest_turn"]) == pytest.approx((0.9, 1.1))
+
+
+def test_host_memory_charges_the_engine_its_worst_run():
+    host_memory = importlib.import_module("experiments.host_memory")
+    engine = [{"peak_bytes": peak, "num_params": 10, "staging_bytes": 60} for peak in (1180, 1200)]
+    results = host_memory.compare({"zofftk": engine, "dropped": [{"peak_bytes": 1000}, {"peak_bytes": 1010}]})
+    assert results["added_bytes"] == 200
+    assert results["needed_bytes"] == 200
+    assert results["added_over_needed"] == 1.0
+
+
+def test_a_record_keeps_samples_and_results(monkeypatch, tmp_path):
+    record = importlib.import_module("experiments.record")
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    path = record.keep("step_time", {"preset": "tiny"}, [1, 2], {"ratio": 1.0})
+    assert path.parent == tmp_path / "step_time"
+    kept = json.loads(path.read_text())
+    assert (kept["experiment"], kept["samples"], kept["results"]) == ("step_time", [1, 2], {"ratio": 1.0})
+    assert {"command", "git", "versions", "hardware"} <= kept.keys()
