@@ -7,10 +7,11 @@ namespace zofftk {
 
 namespace {
 
-// The raw gradient's bound: scaled, it is 2^-58, whose square times 1 - beta2 is still a normal number.
+constexpr float kTinyScaledGrad = 0x1p-58f, kTinyMoment = 0x1p-80f, kTinyVariance = 0x1p-120f;
+
 float tiny_grad(double grad_scale) {
-  const double bound = grad_scale == 0.0 ? 0x1p-58 : 0x1p-58 / std::fabs(grad_scale);
-  return static_cast<float>(std::isnan(bound) ? 0x1p-58 : std::clamp(bound, 0x1p-100, 1.0));
+  const double bound = kTinyScaledGrad / (grad_scale == 0.0 ? 1.0 : std::fabs(grad_scale));
+  return std::isnan(bound) ? kTinyScaledGrad : static_cast<float>(std::clamp(bound, 0x1p-100, 1.0));
 }
 
 }  // namespace
@@ -29,7 +30,7 @@ AdamConstants adam_constants(const AdamHyper& hyper) {
   constants.bias2_sqrt = static_cast<float>(bias2_sqrt);
   constants.eps = static_cast<float>(hyper.eps);
   constants.minus_step_size = static_cast<float>(-(hyper.lr / bias1));
-  constants.tiny = {tiny_grad(hyper.grad_scale), 0x1p-80f, 0x1p-120f};
+  constants.tiny = {tiny_grad(hyper.grad_scale), kTinyScaledGrad, kTinyMoment, kTinyVariance};
   return constants;
 }
 

@@ -32,10 +32,11 @@ struct AdamHyper {
   double grad_scale;
 };
 
-// Magnitudes below which (zero excepted) an operand counts as tiny. At or above them no operation of the formula
+// Magnitudes below which (zero excepted) an operand counts as tiny; that of the raw gradient, times grad_scale, is
+// that of the scaled one, whose square times 1 - beta2 is still a normal number. At or above them no operation of the formula
 // yields a subnormal for ordinary hyperparameters; where one does all the same, it is slow and still right.
 struct Tiny {
-  float grad, moment, variance;
+  float grad, scaled_grad, moment, variance;
 };
 
 struct AdamConstants {

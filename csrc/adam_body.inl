@@ -27,7 +27,7 @@ struct Part {
 
 struct AdamLanes {
   Lanes::F grad_scale, decay, weight_decay, w1, w2, b2, minus_bias2_sqrt, bias2_inverse, eps, minus_step_size;
-  Lanes::F tiny_grad, tiny_moment, tiny_variance;
+  Lanes::F tiny_grad, tiny_scaled_grad, tiny_moment, tiny_variance;
   Lanes::D wide_grad_scale, wide_weight_decay, wide_w1, wide_w2, wide_b2, wide_minus_step_size;
   bool scaled;       // grad_scale is not 1
   bool from_moment;  // the average starts at the moment (else at the gradient, more exact for w1 >= 0.5)
@@ -54,6 +54,7 @@ ZOFFTK_INLINE AdamLanes adam_lanes(const AdamConstants& c) {
   lanes.wide_b2 = Lanes::dset1(c.b2);
   lanes.wide_minus_step_size = Lanes::dset1(c.minus_step_size);
   lanes.tiny_grad = Lanes::set1(c.tiny.grad);
+  lanes.tiny_scaled_grad = Lanes::set1(c.tiny.scaled_grad);
   lanes.tiny_moment = Lanes::set1(c.tiny.moment);
   lanes.tiny_variance = Lanes::set1(c.tiny.variance);
   return lanes;
@@ -73,6 +74,10 @@ ZOFFTK_INLINE Lanes::F divide_by_bias2(Lanes::F x, const AdamLanes& c) {
   return Lanes::select(Lanes::is_nan(best), guess, best);
 }
 
+ZOFFTK_INLINE Lanes::F plain_variance(const AdamLanes& c, Lanes::F g, Lanes::F v) {
+  return Lanes::fma(Lanes::mul(c.w2, g), g, Lanes::mul(c.b2, v));
+}
+
 template <bool Decoupled>
 ZOFFTK_INLINE AdamState adam_plain(const AdamLanes& c, Lanes::F grad, AdamState s) {
   Lanes::F g = Lanes::mul(grad, c.grad_scale);
@@ -83,7 +88,7 @@ ZOFFTK_INLINE AdamState adam_plain(const AdamLanes& c, Lanes::F grad, AdamState 
   }
   const Lanes::F d = Lanes::sub(g, s.m);
   s.m = Lanes::fma(c.w1, d, c.from_moment ? s.m : g);
-  s.v = Lanes::fma(Lanes::mul(c.w2, g), g, Lanes::mul(c.b2, s.v));
+  s.v = plain_variance(c, g, s.v);
   const Lanes::F denom = Lanes::add(divide_by_bias2(Lanes::sqrt(s.v), c), c.eps);
   s.p = Lanes::add(s.p, Lanes::div(Lanes::mul(c.minus_step_size, s.m), denom));
   return s;
@@ -93,6 +98,18 @@ ZOFFTK_INLINE AdamState adam_plain(const AdamLanes& c, Lanes::F grad, AdamState 
 ZOFFTK_INLINE Lanes::D round_tiny(Lanes::D x) {
   const Lanes::D shift = Lanes::dset1(0x1.8p-97);  // a double of this size has 2^-149 as its last place
   return Lanes::dselect_small(x, 0x1p-100, Lanes::dsub(Lanes::dadd(x, shift), shift), x);
+}
+
+// The variance for lanes of which some operand is tiny; not necessarily one of these two.
+ZOFFTK_INLINE Lanes::F tiny_variance(const AdamLanes& c, Lanes::F g, Lanes::D g_wide, Lanes::F v) {
+  using L = Lanes;
+  const L::M tiny = L::either(L::is_tiny(g, c.tiny_scaled_grad), L::is_tiny_positive(v, c.tiny_variance));
+  if (!L::any(tiny)) return plain_variance(c, g, v);
+  const L::F zero = L::set1(0.0f);
+  const L::D new_part = L::dmul(L::widen(L::narrow(L::dmul(c.wide_w2, g_wide))), g_wide);
+  const L::D old_part = L::widen(L::narrow(L::dmul(c.wide_b2, L::widen(v))));
+  const L::F plain = plain_variance(c, L::select(tiny, zero, g), L::select(tiny, zero, v));
+  return L::select(tiny, L::narrow(L::dadd(new_part, old_part)), plain);
 }
 
 // The same with double intermediates, for elements with tiny operands. What would be subnormal in float32, and is
@@ -108,9 +125,10 @@ ZOFFTK_INLINE AdamState adam_tiny(const AdamLanes& c, Lanes::F grad, AdamState s
   }
   const L::D g_wide = L::widen(g);
   const L::D m_old = L::widen(s.m);
-  const L::D m_wide = L::dadd(L::dmul(c.wide_w1, L::dsub(g_wide, m_old)), c.from_moment ? m_old : g_wide);
+  const L::D d_wide = L::widen(L::sub(g, s.m));  // no float32 sum of these is inexact and subnormal, nor slow
+  const L::D m_wide = L::dadd(L::dmul(c.wide_w1, d_wide), c.from_moment ? m_old : g_wide);
   s.m = L::narrow(m_wide);
-  s.v = L::narrow(L::dadd(L::dmul(L::dmul(c.wide_w2, g_wide), g_wide), L::dmul(c.wide_b2, L::widen(s.v))));
+  s.v = tiny_variance(c, g, g_wide, s.v);
   const L::F denom = L::add(divide_by_bias2(L::sqrt_any(s.v), c), c.eps);
   const L::D move = round_tiny(L::dmul(c.wide_minus_step_size, round_tiny(m_wide)));
   s.p = L::add(s.p, L::narrow(L::ddiv(move, L::widen_normal(denom))));
