@@ -18,7 +18,7 @@ def test_totals_go_by_lane_and_kind():
     trace.add("up", "up: bucket 0", 2.0, 2.25)
     assert trace.total_ms("host", "adam") == 750.0
     assert trace.total_ms("host", "norm") == 0.0
-    assert trace.spans == []
+    assert not trace.spans
 
 
 def test_the_file_is_a_chrome_trace(tmp_path):

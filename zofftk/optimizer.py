@@ -18,6 +18,7 @@ from zofftk.engine import Engine, Gathered, Managed
 from zofftk.report import StepReport
 from zofftk.standin import StandIn
 from zofftk.threads import usable_threads
+from zofftk.trace import Trace
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATES = ("exp_avg", "exp_avg_sq", "master")
@@ -241,12 +242,16 @@ class OffloadAdamW(torch.optim.Optimizer):
             copy_back_ms=trace.total_ms("compute", "copy back"),
         )
 
+    @property
+    def trace(self) -> Trace:
+        """What the streams did; a training loop may add its own spans, such as forward and backward."""
+        return self._require_engine().device.trace
+
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write every span so far as a Chrome trace; needs the option `trace=True`."""
-        trace = self._require_engine().device.trace
-        if not trace.keep_spans:
+        """Write the last 100,000 spans as a Chrome trace; needs the option `trace=True`."""
+        if not self.trace.keep_spans:
             raise ValueError("write_trace needs the optimizer to be built with trace=True")
-        trace.write(path)
+        self.trace.write(path)
 
     def close(self) -> None:
         """Remove the hooks and end the engine's threads; the states stay readable. Idempotent."""

@@ -6,12 +6,15 @@ import json
 import os
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+MAX_SPANS = 100_000  # the oldest go first: a run of any length keeps bounded memory
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,14 @@ class Span:
 
 
 class Trace:
-    """Durations by kind, in milliseconds, and the spans behind them when `keep_spans` is set.
+    """Durations by kind, in milliseconds, and the last MAX_SPANS spans behind them when `keep_spans` is set.
 
     A kind is the first word group of a label, up to a colon: "adam: bucket 3" is of the kind "adam".
     """
 
     def __init__(self, *, keep_spans: bool = False) -> None:
         self.keep_spans = keep_spans
-        self.spans: list[Span] = []
+        self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._total_ms: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._lock = threading.Lock()
 

@@ -183,6 +183,8 @@ def train_step(training: Training) -> dict[str, Any]:
     training.optimizer.step()
     training.optimizer.zero_grad()
     training.schedule.step()
+    training.optimizer.trace.add("compute", "forward", clock[0], clock[1])
+    training.optimizer.trace.add("compute", "backward", clock[1], clock[2])
     # Reading the loss waits for the device, so it comes after everything has been enqueued.
     loss = loss.item()
     clock.append(time.perf_counter())
