@@ -18,3 +18,15 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str = "
         first = differ.nonzero().flatten()[:5].tolist()
         shown = ", ".join(f"[{i}] {a[i].item()!r} for {b[i].item()!r}" for i in first)
         raise AssertionError(f"{what}: {int(differ.sum())} of {a.numel()} elements differ: {shown}")
+
+
+def assert_within_ulp(got, expected, scale, ulps: float, what: str = "") -> None:
+    """|got - expected| <= ulps * ulp(scale), element by element, in float32 ulp (2^-149 for subnormals)."""
+    size = scale.double().abs().clamp(min=2.0**-126)
+    unit = torch.exp2(torch.floor(torch.log2(size)) - 23)
+    error = (got.double() - expected.double()).abs() / unit
+    wrong = (error > ulps).flatten().nonzero().flatten()[:5].tolist()
+    assert not wrong, f"{what}: first beyond {ulps} ulp " + ", ".join(
+        f"[{i}] got {got.flatten()[i].item()!r} expected {expected.flatten()[i].item()!r} off {error.flatten()[i]:.2f}"
+        for i in wrong
+    )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 MAX_SPANS = 100_000  # the oldest go first: a run of any length keeps bounded memory
 
 
