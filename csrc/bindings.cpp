@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "buffers.h"
 #include "isa.h"
@@ -25,6 +26,17 @@ const Kernels& kernels_of(const std::string& isa) { return *(isa.empty() ? activ
 
 void check_threads(int threads) {
   if (threads < 1) throw std::invalid_argument("threads: expected 1 or more, got " + std::to_string(threads));
+}
+
+void check_block(int64_t block, int64_t unit) {
+  if (block < unit || block % unit != 0) {
+    throw std::invalid_argument("block: expected a positive multiple of " + std::to_string(unit) + ", got " +
+                                std::to_string(block));
+  }
+}
+
+void check_sums(uintptr_t sums, int64_t n) {
+  if (n > 0 && (sums == 0 || sums % 8 != 0)) throw std::invalid_argument("sums: expected an address of float64");
 }
 
 // Calls range(begin, end) for the chunks of [0, n), without the interpreter lock.
@@ -68,8 +80,8 @@ void block_square_sums(uintptr_t values, const std::string& dtype, int64_t n, in
                        int threads, const std::string& isa) {
   const Dtype type = parse_dtype(dtype, "dtype");
   checked("values", values, type, n);
-  if (block < 1) throw std::invalid_argument("block: expected 1 or more, got " + std::to_string(block));
-  if (n > 0 && (sums == 0 || sums % 8 != 0)) throw std::invalid_argument("sums: expected an address of float64");
+  check_block(block, 1);
+  check_sums(sums, n);
   check_threads(threads);
   const SquareSumArgs args{pointer<void>(values), type, n, block, pointer<double>(sums)};
   const Kernels& kernels = kernels_of(isa);
@@ -92,18 +104,48 @@ void accumulate(uintptr_t sum, uintptr_t values, const std::string& dtype, int64
   over_chunks(n, threads, [&](int64_t begin, int64_t end) { kernels.accumulate(args, begin, end); });
 }
 
-void convert(uintptr_t target, const std::string& target_dtype, uintptr_t source, const std::string& source_dtype,
-             int64_t n, int threads, const std::string& isa) {
+ConvertArgs convert_args(uintptr_t target, const std::string& target_dtype, uintptr_t source,
+                         const std::string& source_dtype, int64_t n) {
   const Dtype to = parse_dtype(target_dtype, "target_dtype");
   const Dtype from = parse_dtype(source_dtype, "source_dtype");
-  if (to != Dtype::float32 && from != Dtype::float32) {
-    throw std::invalid_argument("convert: expected float32 on one side, got " + source_dtype + " to " + target_dtype);
+  if (to != from && to != Dtype::float32 && from != Dtype::float32) {
+    throw std::invalid_argument("expected equal dtypes or float32 on one side, got " + source_dtype + " to " +
+                                target_dtype);
   }
   check_disjoint(checked("target", target, to, n), checked("source", source, from, n));
+  return {pointer<void>(target), pointer<void>(source), to, from};
+}
+
+void convert_range(const Kernels& kernels, const ConvertArgs& a, int64_t begin, int64_t end) {
+  if (a.target_dtype != a.source_dtype) return kernels.convert(a, begin, end);
+  const int64_t size = element_size(a.target_dtype);
+  std::memcpy(static_cast<char*>(a.target) + begin * size, static_cast<const char*>(a.source) + begin * size,
+              static_cast<size_t>((end - begin) * size));
+}
+
+void convert(uintptr_t target, const std::string& target_dtype, uintptr_t source, const std::string& source_dtype,
+             int64_t n, int threads, const std::string& isa) {
+  const ConvertArgs args = convert_args(target, target_dtype, source, source_dtype, n);
   check_threads(threads);
-  const ConvertArgs args{pointer<void>(target), pointer<void>(source), to, from};
   const Kernels& kernels = kernels_of(isa);
-  over_chunks(n, threads, [&](int64_t begin, int64_t end) { kernels.convert(args, begin, end); });
+  over_chunks(n, threads, [&](int64_t begin, int64_t end) { convert_range(kernels, args, begin, end); });
+}
+
+// Block by block, so that the squares are taken of what is still in the cache.
+void pack(uintptr_t target, const std::string& target_dtype, uintptr_t source, const std::string& source_dtype,
+          int64_t n, int64_t block, uintptr_t sums, int threads, const std::string& isa) {
+  const ConvertArgs convert = convert_args(target, target_dtype, source, source_dtype, n);
+  check_block(block, 64);
+  check_sums(sums, n);
+  check_threads(threads);
+  const SquareSumArgs squares{convert.target, convert.target_dtype, n, block, pointer<double>(sums)};
+  const Kernels& kernels = kernels_of(isa);
+  const py::gil_scoped_release unlocked;
+  parallel_for(chunk_count(n, block), threads, [&](int64_t index) {
+    const Range r = chunk_range(n, block, index);
+    convert_range(kernels, convert, r.begin, r.end);
+    kernels.square_sums(squares, index, index + 1);
+  });
 }
 
 void sum_runs(uintptr_t blocks, uintptr_t starts, uintptr_t counts, int64_t runs, uintptr_t out) {
@@ -175,7 +217,9 @@ PYBIND11_MODULE(_cpu_adam, m) {
   m.def("accumulate", &accumulate, "sum"_a, "values"_a, "dtype"_a, "n"_a, "threads"_a, "isa"_a = "",
         "sum += float32(values)");
   m.def("convert", &convert, "target"_a, "target_dtype"_a, "source"_a, "source_dtype"_a, "n"_a, "threads"_a,
-        "isa"_a = "", "target = source, between float32 and a 16-bit type.");
+        "isa"_a = "", "target = source; of equal dtypes, or between float32 and a 16-bit type.");
+  m.def("pack", &pack, "target"_a, "target_dtype"_a, "source"_a, "source_dtype"_a, "n"_a, "block"_a, "sums"_a,
+        "threads"_a, "isa"_a = "", "convert, and the block_square_sums of the target, in one pass.");
   m.def("roof", &roof, "kind"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a, "out"_a, "n"_a, "threads"_a,
         "Moves the bytes of a step with 16-bit gradients and parameters; n is rounded down to a multiple of 32.");
   m.def("roof_kinds", &roof_kinds, "Loops `roof` can run on this processor.");

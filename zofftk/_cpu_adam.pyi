@@ -40,7 +40,20 @@ def accumulate(sum: int, values: int, dtype: str, n: int, threads: int, isa: str
 def convert(
     target: int, target_dtype: str, source: int, source_dtype: str, n: int, threads: int, isa: str = ""
 ) -> None:
-    """target = source, between float32 and float32 or a 16-bit type; ties to even, subnormals and NaN kept."""
+    """target = source, of equal dtypes or between float32 and a 16-bit type; ties to even, subnormals and NaN kept."""
+
+def pack(
+    target: int,
+    target_dtype: str,
+    source: int,
+    source_dtype: str,
+    n: int,
+    block: int,
+    sums: int,
+    threads: int,
+    isa: str = "",
+) -> None:
+    """convert, and the block_square_sums of the target, in one pass; block is a multiple of 64."""
 
 def roof(kind: str, param: int, exp_avg: int, exp_avg_sq: int, grad: int, out: int, n: int, threads: int) -> None:
     """Moves the bytes of a step with 16-bit gradients and parameters, and changes the buffers' contents. Addresses

@@ -63,6 +63,37 @@ def block_square_sums(flat: torch.Tensor, out: torch.Tensor, threads: int) -> No
     _cpu_adam.block_square_sums(flat.data_ptr(), _NAMES[flat.dtype], flat.numel(), BLOCK_NUMEL, out.data_ptr(), threads)
 
 
+def pack(source: torch.Tensor, target: torch.Tensor, sums: torch.Tensor, threads: int) -> None:
+    """`target = source`, cast, and the fp64 sums of squares of the target's blocks, in one pass; both contiguous."""
+    _cpu_adam.pack(
+        target.data_ptr(),
+        _NAMES[target.dtype],
+        source.data_ptr(),
+        _NAMES[source.dtype],
+        source.numel(),
+        BLOCK_NUMEL,
+        sums.data_ptr(),
+        threads,
+    )
+
+
+def convert(source: torch.Tensor, target: torch.Tensor, threads: int) -> None:
+    """`target = source`, cast; both contiguous."""
+    _cpu_adam.convert(
+        target.data_ptr(),
+        _NAMES[target.dtype],
+        source.data_ptr(),
+        _NAMES[source.dtype],
+        source.numel(),
+        threads,
+    )
+
+
+def converts(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether `pack` and `convert` know the pair."""
+    return a in _NAMES and b in _NAMES and (a == b or torch.float32 in (a, b))
+
+
 def accumulate(total: torch.Tensor, grad: torch.Tensor, threads: int) -> None:
     """`total += grad`, in fp32."""
     _cpu_adam.accumulate(total.data_ptr(), grad.data_ptr(), _NAMES[grad.dtype], grad.numel(), threads)

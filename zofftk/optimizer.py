@@ -17,7 +17,6 @@ from zofftk.device.emulated import EmulatedDevice
 from zofftk.engine import Engine, Gathered, Managed
 from zofftk.report import StepReport
 from zofftk.standin import StandIn
-from zofftk.threads import usable_threads
 from zofftk.trace import Trace
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -328,7 +327,7 @@ def _device_for(params: list[torch.Tensor], config: OffloadConfig) -> Device:
     types = sorted({param.device.type for param in params})
     if types != ["cpu"]:
         raise ValueError(f"parameters are on {', '.join(types)}: this version runs on CPU parameters only")
-    return EmulatedDevice(keep_spans=config.trace, threads=config.threads or usable_threads())
+    return EmulatedDevice(keep_spans=config.trace)
 
 
 def _name(group: dict[str, Any], group_number: int, number: int) -> str:

@@ -21,10 +21,13 @@ import torch
 
 from zofftk import cpu_kernels
 from zofftk.device.base import COMPUTE, DOWN, UP, Buffer, Device, Event, Part, Place, Run, StreamName
-from zofftk.threads import usable_threads
 from zofftk.triton_kernels import reference  # pyright: ignore[reportMissingImports]  (mapped when installed)
 
 Operation = Callable[[], None]
+
+# torch's own second thread spins for milliseconds after each of its operations. Sharing a core with it costs more
+# than a second thread of ours brings, and the copies are too short to matter.
+COMPUTE_THREADS = 1
 
 
 class EmulatedDevice(Device):
@@ -32,7 +35,6 @@ class EmulatedDevice(Device):
 
     Args:
         keep_spans: keep a span of every operation for `trace.write`.
-        threads: threads of the gradient statistics; None: as many as the process may use.
         delays: seed of random delays before every operation of a stream thread; None: no delays.
         max_delay_ms: the longest of these delays.
         down_gb_s, up_gb_s: bandwidth caps of the copies in 1e9 bytes a second; None: as fast as memory goes.
@@ -43,7 +45,6 @@ class EmulatedDevice(Device):
         self,
         *,
         keep_spans: bool = False,
-        threads: int | None = None,
         delays: int | None = None,
         max_delay_ms: float = 1.0,
         down_gb_s: float | None = None,
@@ -51,7 +52,6 @@ class EmulatedDevice(Device):
         poison: bool = False,
     ) -> None:
         super().__init__(keep_spans=keep_spans)
-        self._threads = threads or usable_threads()
         self._poison = poison
         self._gb_s: dict[StreamName, float | None] = {DOWN: down_gb_s, UP: up_gb_s}
         self._pid = os.getpid()
@@ -101,11 +101,14 @@ class EmulatedDevice(Device):
     def _pack(self, label: str, parts: Sequence[Part], dst: Buffer, square_sums: Buffer) -> None:
         self._check_usable()
         with self.trace.span(COMPUTE, label):
-            reference.pack_([(p.tensor, p.start, p.stop, p.offset) for p in parts], dst.tensor)
             for part in parts:
-                cpu_kernels.block_square_sums(
-                    dst.tensor[part.offset : part.offset + part.numel], square_sums.tensor[part.block :], self._threads
-                )
+                target = dst.tensor[part.offset : part.offset + part.numel]
+                sums = square_sums.tensor[part.block :]
+                if _is_plain(part, dst):
+                    cpu_kernels.pack(part.tensor.view(-1)[part.start : part.stop], target, sums, COMPUTE_THREADS)
+                else:
+                    reference.pack_([_range(part)], dst.tensor)
+                    cpu_kernels.block_square_sums(target, sums, COMPUTE_THREADS)
 
     def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
         # numpy copies without torch's thread pool, which each thread would start anew, and drops the GIL.
@@ -126,7 +129,12 @@ class EmulatedDevice(Device):
     def _copy_back(self, label: str, src: Buffer, parts: Sequence[Part]) -> None:
         self._check_usable()
         with self.trace.span(COMPUTE, label):
-            reference.copy_back_(src.tensor, [(p.tensor, p.start, p.stop, p.offset) for p in parts])
+            plain = [part for part in parts if _is_plain(part, src)]
+            for part in plain:
+                source = src.tensor[part.offset : part.offset + part.numel]
+                cpu_kernels.convert(source, part.tensor.detach().view(-1)[part.start : part.stop], COMPUTE_THREADS)
+            torch.autograd.graph.increment_version([part.tensor for part in plain])
+            reference.copy_back_(src.tensor, [_range(part) for part in parts if not _is_plain(part, src)])
 
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
         def run() -> None:
@@ -139,7 +147,7 @@ class EmulatedDevice(Device):
         return buffer.tensor.numpy()
 
     def _load(self, parts: Sequence[Part], dst: Buffer) -> None:
-        reference.pack_([(p.tensor, p.start, p.stop, p.offset) for p in parts], dst.tensor)
+        reference.pack_([_range(part) for part in parts], dst.tensor)
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -161,6 +169,15 @@ class EmulatedDevice(Device):
         if os.getpid() == self._pid:
             for lane in lanes:
                 lane.thread.join()
+
+
+def _is_plain(part: Part, flat: Buffer) -> bool:
+    """Whether the compiled kernels can move it; the rest goes through eager torch."""
+    return part.tensor.is_contiguous() and cpu_kernels.converts(part.tensor.dtype, flat.tensor.dtype)
+
+
+def _range(part: Part) -> reference.Range:
+    return part.tensor, part.start, part.stop, part.offset
 
 
 class _Fault:
