@@ -7,30 +7,25 @@ race clock of the contract is always on.
 
 from __future__ import annotations
 
-import os
-import queue
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from zofftk import cpu_kernels
-from zofftk.device.base import COMPUTE, DOWN, UP, Buffer, Device, Event, Part, Place, Run, StreamName
+from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Event, Part, Place, Run, StreamName
+from zofftk.device.laned import LanedDevice
 from zofftk.triton_kernels import reference  # pyright: ignore[reportMissingImports]  (mapped when installed)
-
-Operation = Callable[[], None]
 
 # torch's own second thread spins for milliseconds after each of its operations. Sharing a core with it costs more
 # than a second thread of ours brings, and the copies are too short to matter.
 COMPUTE_THREADS = 1
 
 
-class EmulatedDevice(Device):
+class EmulatedDevice(LanedDevice):
     """See the module.
 
     Args:
@@ -54,12 +49,7 @@ class EmulatedDevice(Device):
         super().__init__(keep_spans=keep_spans)
         self._poison = poison
         self._gb_s: dict[StreamName, float | None] = {DOWN: down_gb_s, UP: up_gb_s}
-        self._pid = os.getpid()
-        self._fault = _Fault()
-        self._lanes: dict[StreamName, _Lane] = {}
-        for stream in (DOWN, UP, "host"):
-            delay = None if delays is None else _Delay(f"{delays} {stream}", max_delay_ms)
-            self._lanes[stream] = _Lane(stream, self._fault, delay)
+        self._start_lanes(lambda stream: None if delays is None else _Delay(f"{delays} {stream}", max_delay_ms))
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -138,37 +128,16 @@ class EmulatedDevice(Device):
 
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
         def run() -> None:
-            with self.trace.span("host", label):
+            with self.trace.span(HOST, label):
                 task()
 
-        self._enqueue("host", run)
+        self._enqueue(HOST, run)
 
     def _value(self, buffer: Buffer) -> np.ndarray:
         return buffer.tensor.numpy()
 
     def _load(self, parts: Sequence[Part], dst: Buffer) -> None:
         reference.pack_([_range(part) for part in parts], dst.tensor)
-
-    # -- streams -----------------------------------------------------------------------------------------------
-
-    def _enqueue(self, stream: StreamName, operation: Operation, *, always: bool = False) -> None:
-        self._check_usable()
-        self._fault.raise_if_set()
-        self._lanes[stream].put(operation, always)
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError("the offload engine's threads did not survive fork(): build the optimizer in the child")
-        if not self._lanes:
-            raise RuntimeError("the offload engine is closed")
-
-    def close(self) -> None:
-        lanes, self._lanes = list(self._lanes.values()), {}
-        for lane in lanes:
-            lane.end()
-        if os.getpid() == self._pid:
-            for lane in lanes:
-                lane.thread.join()
 
 
 def _is_plain(part: Part, flat: Buffer) -> bool:
@@ -180,22 +149,6 @@ def _range(part: Part) -> reference.Range:
     return part.tensor, part.start, part.stop, part.offset
 
 
-class _Fault:
-    """The first exception of any stream. Later work is dropped, so that every waiter wakes up and sees it."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def set(self, error: BaseException) -> None:
-        with self._lock:
-            self.error = self.error or error
-
-    def raise_if_set(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
 class _Delay:
     """A seeded random pause before each operation."""
 
@@ -205,32 +158,3 @@ class _Delay:
 
     def __call__(self) -> None:
         time.sleep(self._random.random() * self._max_delay_ms / 1e3)
-
-
-class _Lane:
-    """One FIFO thread. The thread holds the queue but not the lane, so a forgotten device ends its threads."""
-
-    def __init__(self, name: str, fault: _Fault, delay: _Delay | None) -> None:
-        self._queue: queue.SimpleQueue[tuple[Operation, bool] | None] = queue.SimpleQueue()
-        args: tuple[Any, ...] = (self._queue, fault, delay)
-        self.thread = threading.Thread(target=_work, args=args, name=f"zofftk-{name}", daemon=True)
-        self.thread.start()
-        self.end = weakref.finalize(self, self._queue.put, None)
-        self.end.atexit = False  # the thread is a daemon
-
-    def put(self, operation: Operation, always: bool) -> None:
-        self._queue.put((operation, always))
-
-
-def _work(operations: queue.SimpleQueue[tuple[Operation, bool] | None], fault: _Fault, delay: _Delay | None) -> None:
-    while (entry := operations.get()) is not None:
-        operation, always = entry
-        if fault.error is not None and not always:
-            continue
-        try:
-            if delay is not None and not always:
-                delay()
-            operation()
-        except BaseException as error:
-            fault.set(error)
-        del entry, operation  # nothing it holds is kept alive by a waiting thread

@@ -1,0 +1,98 @@
+"""Streams that are FIFO threads: what the emulated and the CUDA device share.
+
+Compute is the calling thread; every other stream is a lane, a thread that works its queue in order. On a CUDA device a
+lane only issues work to a CUDA stream, and blocks where the host has to be waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from zofftk.device.base import DOWN, HOST, UP, Device, StreamName
+
+Operation = Callable[[], None]
+
+
+class LanedDevice(Device):
+    """Lanes for down, up and host, the first fault of any of them, and their end."""
+
+    def __init__(self, *, keep_spans: bool = False) -> None:
+        super().__init__(keep_spans=keep_spans)
+        self._pid = os.getpid()
+        self._fault = Fault()
+        self._lanes: dict[StreamName, Lane] = {}
+
+    def _start_lanes(self, before: Callable[[StreamName], Operation | None]) -> None:
+        """`before(stream)` gives what its thread does before every operation, or None."""
+        for stream in (DOWN, UP, HOST):
+            self._lanes[stream] = Lane(stream, self._fault, before(stream))
+
+    def _enqueue(self, stream: StreamName, operation: Operation, *, always: bool = False) -> None:
+        """`always`: also after a fault, so that whoever waits for it wakes up."""
+        self._check_usable()
+        self._fault.raise_if_set()
+        self._lanes[stream].put(operation, always)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("the offload engine's threads did not survive fork(): build the optimizer in the child")
+        if not self._lanes:
+            raise RuntimeError("the offload engine is closed")
+
+    def close(self) -> None:
+        lanes, self._lanes = list(self._lanes.values()), {}
+        for lane in lanes:
+            lane.end()
+        if os.getpid() == self._pid:
+            for lane in lanes:
+                lane.thread.join()
+
+
+class Fault:
+    """The first exception of any lane. Later work is dropped, so that every waiter wakes up and sees it."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def set(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
+
+    def raise_if_set(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Lane:
+    """One FIFO thread. The thread holds the queue but not the lane, so a forgotten device ends its threads."""
+
+    def __init__(self, name: str, fault: Fault, before: Operation | None) -> None:
+        self._queue: queue.SimpleQueue[tuple[Operation, bool] | None] = queue.SimpleQueue()
+        args: tuple[Any, ...] = (self._queue, fault, before)
+        self.thread = threading.Thread(target=_work, args=args, name=f"zofftk-{name}", daemon=True)
+        self.thread.start()
+        self.end = weakref.finalize(self, self._queue.put, None)
+        self.end.atexit = False  # the thread is a daemon
+
+    def put(self, operation: Operation, always: bool) -> None:
+        self._queue.put((operation, always))
+
+
+def _work(operations: queue.SimpleQueue[tuple[Operation, bool] | None], fault: Fault, before: Operation | None) -> None:
+    while (entry := operations.get()) is not None:
+        operation, always = entry
+        if fault.error is not None and not always:
+            continue
+        try:
+            if before is not None and not always:
+                before()
+            operation()
+        except BaseException as error:
+            fault.set(error)
+        del entry, operation  # nothing it holds is kept alive by a waiting thread
