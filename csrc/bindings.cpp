@@ -4,8 +4,10 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "buffers.h"
+#include "float_mode.h"
 #include "isa.h"
 #include "pool.h"
 #include "ranges.h"
@@ -131,20 +133,48 @@ void convert(uintptr_t target, const std::string& target_dtype, uintptr_t source
   over_chunks(n, threads, [&](int64_t begin, int64_t end) { convert_range(kernels, args, begin, end); });
 }
 
-// Block by block, so that the squares are taken of what is still in the cache.
-void pack(uintptr_t target, const std::string& target_dtype, uintptr_t source, const std::string& source_dtype,
-          int64_t n, int64_t block, uintptr_t sums, int threads, const std::string& isa) {
-  const ConvertArgs convert = convert_args(target, target_dtype, source, source_dtype, n);
-  check_block(block, 64);
-  check_sums(sums, n);
-  check_threads(threads);
-  const SquareSumArgs squares{convert.target, convert.target_dtype, n, block, pointer<double>(sums)};
-  const Kernels& kernels = kernels_of(isa);
+// One row of a table of ranges: where from, where to, how many elements, and where their sums of squares go.
+struct RangeRow {
+  int64_t source, target, n, sums;
+};
+static_assert(sizeof(RangeRow) == 32);
+
+template <class Function>
+void over_rows(uintptr_t table, int64_t rows, const std::string& target_dtype, const std::string& source_dtype,
+               const Function& function) {
+  if (rows > 0 && (table == 0 || table % 8 != 0)) throw std::invalid_argument("table: expected an address of int64");
+  const auto* const first = pointer<const RangeRow>(table);
+  std::vector<ConvertArgs> args;
+  args.reserve(static_cast<size_t>(rows));
+  for (const RangeRow* row = first; row != first + rows; ++row) {
+    args.push_back(convert_args(static_cast<uintptr_t>(row->target), target_dtype, static_cast<uintptr_t>(row->source),
+                                source_dtype, row->n));
+  }
   const py::gil_scoped_release unlocked;
-  parallel_for(chunk_count(n, block), threads, [&](int64_t index) {
-    const Range r = chunk_range(n, block, index);
-    convert_range(kernels, convert, r.begin, r.end);
-    kernels.square_sums(squares, index, index + 1);
+  const FloatMode mode;
+  for (int64_t row = 0; row < rows; ++row) function(args[static_cast<size_t>(row)], first[row]);
+}
+
+void convert_ranges(uintptr_t table, int64_t rows, const std::string& target_dtype, const std::string& source_dtype,
+                    const std::string& isa) {
+  const Kernels& kernels = kernels_of(isa);
+  over_rows(table, rows, target_dtype, source_dtype,
+            [&](const ConvertArgs& args, const RangeRow& row) { convert_range(kernels, args, 0, row.n); });
+}
+
+// Block by block, so that the squares are taken of what is still in the cache.
+void pack_ranges(uintptr_t table, int64_t rows, const std::string& target_dtype, const std::string& source_dtype,
+                 int64_t block, const std::string& isa) {
+  check_block(block, 64);
+  const Kernels& kernels = kernels_of(isa);
+  over_rows(table, rows, target_dtype, source_dtype, [&](const ConvertArgs& args, const RangeRow& row) {
+    const SquareSumArgs squares{args.target, args.target_dtype, row.n, block,
+                                pointer<double>(static_cast<uintptr_t>(row.sums))};
+    for (int64_t index = 0; index < chunk_count(row.n, block); ++index) {
+      const Range r = chunk_range(row.n, block, index);
+      convert_range(kernels, args, r.begin, r.end);
+      kernels.square_sums(squares, index, index + 1);
+    }
   });
 }
 
@@ -218,8 +248,10 @@ PYBIND11_MODULE(_cpu_adam, m) {
         "sum += float32(values)");
   m.def("convert", &convert, "target"_a, "target_dtype"_a, "source"_a, "source_dtype"_a, "n"_a, "threads"_a,
         "isa"_a = "", "target = source; of equal dtypes, or between float32 and a 16-bit type.");
-  m.def("pack", &pack, "target"_a, "target_dtype"_a, "source"_a, "source_dtype"_a, "n"_a, "block"_a, "sums"_a,
-        "threads"_a, "isa"_a = "", "convert, and the block_square_sums of the target, in one pass.");
+  m.def("convert_ranges", &convert_ranges, "table"_a, "rows"_a, "target_dtype"_a, "source_dtype"_a, "isa"_a = "",
+        "convert for every row of a table, on the calling thread.");
+  m.def("pack_ranges", &pack_ranges, "table"_a, "rows"_a, "target_dtype"_a, "source_dtype"_a, "block"_a, "isa"_a = "",
+        "convert_ranges, and in the same pass the block_square_sums of what was written.");
   m.def("roof", &roof, "kind"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a, "out"_a, "n"_a, "threads"_a,
         "Moves the bytes of a step with 16-bit gradients and parameters; n is rounded down to a multiple of 32.");
   m.def("roof_kinds", &roof_kinds, "Loops `roof` can run on this processor.");

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.compare import assert_same_bits
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Part, Run
+from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Placement, Run
 from zofftk.device.clock import RaceError
 from zofftk.device.emulated import EmulatedDevice
-from zofftk.layout import BLOCK_NUMEL
+from zofftk.layout import BLOCK_NUMEL, Piece
 
 DEVICES = {
     "emulated": lambda: EmulatedDevice(keep_spans=True, poison=True),
@@ -39,15 +39,16 @@ def test_a_round_trip_through_the_link(device):
         torch.randn(0),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ]
-    parts, offset = [], 64
+    pieces, offset = [], 64
     for tensor in tensors:
-        parts.append(Part(tensor, 0, tensor.numel(), offset, len(parts)))
+        pieces.append(Piece(0, 0, tensor.numel(), offset, len(pieces)))
         offset += tensor.numel() + 3
+    placement = Placement(pieces)
     slot = device.buffer("slot", offset, torch.float32, "device")
-    sums = device.buffer("sums", len(parts), torch.float64, "device")
+    sums = device.buffer("sums", len(pieces), torch.float64, "device")
     wire = device.buffer("wire", offset, torch.float32, "host")
-    runs = [Run(part.offset, part.numel) for part in parts if part.numel]
-    device.pack("pack", parts, slot, sums)
+    runs = [Run(piece.offset, piece.numel) for piece in pieces if piece.numel]
+    device.pack("pack", placement, tensors, slot, sums)
     device.wait(DOWN, device.record(COMPUTE), "packed")
     device.copy_down("down", wire, slot, runs)
     device.wait(HOST, device.record(DOWN), "arrived")
@@ -57,7 +58,7 @@ def test_a_round_trip_through_the_link(device):
     device.wait(COMPUTE, device.record(UP), "landed")
     expected = [tensor * 2 for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
-    device.copy_back("back", slot, parts)
+    device.copy_back("back", slot, placement, tensors)
     for tensor, value, version in zip(tensors, expected, versions, strict=True):
         assert_same_bits(tensor, value)
         assert tensor._version > version
@@ -69,7 +70,7 @@ def test_pack_casts_and_sums(device, wire):
     tensor = torch.randn(2 * BLOCK_NUMEL + 100)
     slot = device.buffer("slot", tensor.numel(), wire, "device")
     sums = device.buffer("sums", 3, torch.float64, "device")
-    device.pack("pack", [Part(tensor, 0, tensor.numel(), 0, 0)], slot, sums)
+    device.pack("pack", Placement([Piece(0, 0, tensor.numel(), 0, 0)]), [tensor], slot, sums)
     assert_same_bits(slot.tensor, tensor.to(wire))
     expected = [part.double().square().sum().item() for part in tensor.to(wire).split(BLOCK_NUMEL)]
     assert sums.tensor.tolist() == pytest.approx(expected, rel=1e-12)
@@ -79,8 +80,9 @@ def test_a_part_of_a_strided_tensor_comes_back_in_its_place(device):
     tensor = torch.zeros(30, 20).t()
     slot = device.buffer("slot", 200, torch.float32, "device")
     sums = device.buffer("sums", 1, torch.float64, "device")
-    device.pack("pack", [Part(torch.arange(600.0), 100, 300, 0, 0)], slot, sums)
-    device.copy_back("back", slot, [Part(tensor, 100, 300, 0, 0)])
+    placement = Placement([Piece(0, 100, 300, 0, 0)])
+    device.pack("pack", placement, [torch.arange(600.0)], slot, sums)
+    device.copy_back("back", slot, placement, [tensor])
     expected = torch.zeros(600)
     expected[100:300] = torch.arange(100.0, 300.0)
     assert_same_bits(tensor, expected.view(20, 30))

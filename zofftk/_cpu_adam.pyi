@@ -42,18 +42,12 @@ def convert(
 ) -> None:
     """target = source, of equal dtypes or between float32 and a 16-bit type; ties to even, subnormals and NaN kept."""
 
-def pack(
-    target: int,
-    target_dtype: str,
-    source: int,
-    source_dtype: str,
-    n: int,
-    block: int,
-    sums: int,
-    threads: int,
-    isa: str = "",
-) -> None:
-    """convert, and the block_square_sums of the target, in one pass; block is a multiple of 64."""
+def convert_ranges(table: int, rows: int, target_dtype: str, source_dtype: str, isa: str = "") -> None:
+    """convert for every row of `table`, on the calling thread. A row is four int64: source, target, number of
+    elements, and the address of the row's sums (not used here)."""
+
+def pack_ranges(table: int, rows: int, target_dtype: str, source_dtype: str, block: int, isa: str = "") -> None:
+    """convert_ranges, and in the same pass the block_square_sums of what was written; block is a multiple of 64."""
 
 def roof(kind: str, param: int, exp_avg: int, exp_avg_sq: int, grad: int, out: int, n: int, threads: int) -> None:
     """Moves the bytes of a step with 16-bit gradients and parameters, and changes the buffers' contents. Addresses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from zofftk import _cpu_adam
@@ -63,34 +64,18 @@ def block_square_sums(flat: torch.Tensor, out: torch.Tensor, threads: int) -> No
     _cpu_adam.block_square_sums(flat.data_ptr(), _NAMES[flat.dtype], flat.numel(), BLOCK_NUMEL, out.data_ptr(), threads)
 
 
-def pack(source: torch.Tensor, target: torch.Tensor, sums: torch.Tensor, threads: int) -> None:
-    """`target = source`, cast, and the fp64 sums of squares of the target's blocks, in one pass; both contiguous."""
-    _cpu_adam.pack(
-        target.data_ptr(),
-        _NAMES[target.dtype],
-        source.data_ptr(),
-        _NAMES[source.dtype],
-        source.numel(),
-        BLOCK_NUMEL,
-        sums.data_ptr(),
-        threads,
-    )
+def pack_ranges(table: np.ndarray, source: torch.dtype, target: torch.dtype) -> None:
+    """Each row of `table` (int64: source, target, numel, sums): copy, cast, and the sums of squares of the blocks."""
+    _cpu_adam.pack_ranges(table.ctypes.data, len(table), _NAMES[target], _NAMES[source], BLOCK_NUMEL)
 
 
-def convert(source: torch.Tensor, target: torch.Tensor, threads: int) -> None:
-    """`target = source`, cast; both contiguous."""
-    _cpu_adam.convert(
-        target.data_ptr(),
-        _NAMES[target.dtype],
-        source.data_ptr(),
-        _NAMES[source.dtype],
-        source.numel(),
-        threads,
-    )
+def convert_ranges(table: np.ndarray, source: torch.dtype, target: torch.dtype) -> None:
+    """Each row of `table` (int64: source, target, numel, unused): copy and cast."""
+    _cpu_adam.convert_ranges(table.ctypes.data, len(table), _NAMES[target], _NAMES[source])
 
 
 def converts(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether `pack` and `convert` know the pair."""
+    """Whether `pack_ranges` and `convert_ranges` know the pair."""
     return a in _NAMES and b in _NAMES and (a == b or torch.float32 in (a, b))
 
 

@@ -7,9 +7,10 @@ staging slot on *compute*, and *down* copies the slot to the host while backward
 buffer per bucket. A second gradient before the update first adds what is on the wire to an fp32 total.
 
 At the step (`step`): buckets that are not full leave too; *host* adds up the statistics that came with them; the main
-thread waits for that one value, because the clip coefficient needs every gradient. Then, bucket by bucket: *host*
-updates the fp32 states in one pass and writes the new value over the gradient on the wire, *up* copies it into a
-staging slot, and *compute* copies it into the parameters, while *host* is already at the next bucket.
+thread waits for that one value, because the clip coefficient needs every gradient. Then, bucket by bucket, the first
+layers first: *host* updates the fp32 states in one pass and writes the new value over the gradient on the wire, *up*
+copies it into a staging slot, and *compute* copies it into the parameters (`land`), while *host* is already at the next
+bucket. With `early`, `step` returns at once, and whoever reads a parameter lands it before.
 
 Who may touch what: a staging slot belongs to one bucket from `acquire` to the event it is released with. The wire
 belongs to *down* until the gradient has arrived, then to *host*, then to *up*; the next gradient may overwrite it
@@ -20,7 +21,7 @@ clock, and looks at a value only through the device.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,7 +32,7 @@ import torch
 from zofftk import clipping, update
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Device, Event
+from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Device, Event, Placement
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.layout import ParamSpec, build_layout
 from zofftk.staging import Slot, StagingRing
@@ -94,6 +95,8 @@ class Engine:
         self.segments: list[HostSegment] = []
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
+        self._updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot, in order
+        self._in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()  # on their way up, in order
         self._round = 0
         self._norm_is_known = False
 
@@ -107,6 +110,7 @@ class Engine:
         """Take over parameters: lay them out, allocate their host memory, copy the masters."""
         if not tensors:
             return []
+        self.land_all()
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
@@ -124,18 +128,21 @@ class Engine:
         for i, (tensor, name) in enumerate(zip(tensors, names, strict=True), first):
             self.managed.append(Managed(i, tensor, name, segment, [b for b in segment.buckets if i in b.pieces]))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
-        values = {m.index: m.tensor for m in self.managed[first:]}
         for bucket in segment.buckets:
-            parts = bucket.parts({i: values[i] for i in bucket.pieces})
-            self.device.load(f"load: {bucket.label}", parts, bucket.master)
+            self.device.load(f"load: {bucket.label}", bucket.whole, self._tensors_of(bucket.whole), bucket.master)
         return self.managed[first:]
+
+    def _tensors_of(self, placement: Placement) -> list[torch.Tensor]:
+        return [self.managed[piece.param].tensor for piece in placement.pieces]
 
     # -- during backward ---------------------------------------------------------------------------------------
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """`grad` is all of the parameter's gradient: what was gathered of it before is dropped."""
-        self.forget(index)
-        self._gather(index, grad)
+        managed = self.managed[index]
+        if managed.gathered is Gathered.LIVE:
+            self.forget(index)
+        self._gather(managed, grad)
 
     def add_gradient(self, index: int, grad: torch.Tensor) -> None:
         """`grad` comes on top of what was gathered of the parameter."""
@@ -145,17 +152,18 @@ class Engine:
                 f"the gradient of {managed.name} was used by step() and is gone, so nothing can be added to it: "
                 "call zero_grad() before the next backward"
             )
-        self._gather(index, grad)
+        self._gather(managed, grad)
 
-    def _gather(self, index: int, grad: torch.Tensor) -> None:
-        managed = self.managed[index]
+    def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
+        if self._in_flight:
+            self.land_all()  # what no forward has read yet; the slots are needed
         if managed.round == self._round:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
         managed.gathered = Gathered.LIVE
         self._norm_is_known = False
         for bucket in managed.buckets:
-            bucket.waiting[index] = grad
+            bucket.waiting[managed.index] = grad
             if len(bucket.waiting) == len(bucket.pieces):
                 self._launch(bucket)
 
@@ -191,7 +199,9 @@ class Engine:
         bucket.zero -= present
         slot = self.ring.acquire(COMPUTE)
         data = slot.typed(bucket.wire.tensor.dtype)
-        self.device.pack(f"pack: {bucket.label}", bucket.parts(bucket.waiting), data, slot.square_sums)
+        placement = bucket.placement(present)
+        gradients = [bucket.waiting[piece.param] for piece in placement.pieces]
+        self.device.pack(f"pack: {bucket.label}", placement, gradients, data, slot.square_sums)
         bucket.waiting.clear()
         self.device.wait(DOWN, self.device.record(COMPUTE), f"packed: {bucket.label} must be complete before it leaves")
         self.device.copy_down(f"down: {bucket.label}", bucket.wire, data, bucket.runs(present))
@@ -277,11 +287,13 @@ class Engine:
 
     # -- the update --------------------------------------------------------------------------------------------
 
-    def step(self, hypers: Mapping[int, Hyper]) -> float:
+    def step(self, hypers: Mapping[int, Hyper], *, early: bool = False) -> float:
         """Update every parameter that has a gradient; returns the norm of all gradients, before clipping.
 
-        Where the norm is not finite, nothing changes.
+        Where the norm is not finite, nothing changes. With `early`, returns while the update runs; whoever reads a
+        parameter then calls `land` before.
         """
+        self.land_all()
         self._take_norms()
         live = [managed for managed in self.managed if managed.gathered is Gathered.LIVE]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
@@ -290,21 +302,23 @@ class Engine:
         coefficient = clipping.coefficient(norm, self.config.max_grad_norm)
         for managed in live:
             managed.step += 1
-        updates = [self._update(bucket, hypers, coefficient) for bucket in self.buckets]
-        in_flight: deque[Arrival] = deque()
-        for updated in filter(None, updates):
-            if not self.ring.free:
-                self._copy_back(in_flight.popleft())
-            in_flight.append(self._send(updated))
-        while in_flight:
-            self._copy_back(in_flight.popleft())
-        self.finish()
+        # An update beside the model's compute leaves it a core.
+        threads = max(1, self.threads - 1) if early else self.threads
+        for bucket in reversed(self.buckets):  # forward needs the first layers first
+            updated = self._update(bucket, hypers, coefficient, threads)
+            if updated is not None:
+                self._updated[bucket] = updated
         for managed in live:
             managed.gathered = Gathered.SPENT
-            managed.version = managed.tensor._version
+        self._send()
+        if not early:
+            self.land_all()
+            self.finish()
         return norm
 
-    def _update(self, bucket: HostBucket, hypers: Mapping[int, Hyper], coefficient: float) -> Update | None:
+    def _update(
+        self, bucket: HostBucket, hypers: Mapping[int, Hyper], coefficient: float, threads: int
+    ) -> Update | None:
         """One pass over the bucket's states on the host; None if no parameter of it has a gradient."""
         if bucket.summed and bucket.on_wire:
             self._add_to_total(bucket)
@@ -312,7 +326,7 @@ class Engine:
         if not present:
             return None
         steps = {index: self.managed[index].step for index in present}
-        task = update.adam(bucket, present, hypers, steps, coefficient, self.threads)
+        task = update.adam(bucket, present, hypers, steps, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, bucket.exp_avg, bucket.exp_avg_sq, bucket.wire]
         self.device.host_task(f"adam: {bucket.label}", task, reads=reads, writes=writes)
@@ -320,20 +334,46 @@ class Engine:
         bucket.scale.clear()
         return Update(bucket, present, self.device.record(HOST))
 
-    def _send(self, update: Update) -> Arrival:
-        bucket = update.bucket
-        self.device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
-        slot = self.ring.acquire(UP)
-        data = slot.typed(bucket.wire.tensor.dtype)
-        self.device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
-        return Arrival(update, slot, self.device.record(UP))
+    def _send(self) -> None:
+        """Start the way up of the next buckets, as many as there are free slots."""
+        while self._updated and self.ring.free:
+            bucket, update = self._updated.popitem(last=False)
+            self.device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
+            slot = self.ring.acquire(UP)
+            data = slot.typed(bucket.wire.tensor.dtype)
+            self.device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
+            self._in_flight[bucket] = Arrival(update, slot, self.device.record(UP))
 
-    def _copy_back(self, arrival: Arrival) -> None:
-        bucket = arrival.update.bucket
+    def land(self, index: int) -> None:
+        """A parameter is about to be read: compute goes on when its new value is there."""
+        if self._in_flight:
+            for bucket in self.managed[index].buckets:
+                while bucket in self._in_flight or bucket in self._updated:
+                    self._land_next()
+
+    def land_all(self) -> None:
+        """All parameters are about to be read."""
+        while self._in_flight:
+            self._land_next()
+
+    def _land_next(self) -> None:
+        bucket, arrival = self._in_flight.popitem(last=False)
         self.device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
-        parts = bucket.parts({index: self.managed[index].tensor for index in sorted(arrival.update.present)})
-        self.device.copy_back(f"copy back: {bucket.label}", arrival.slot.typed(bucket.wire.tensor.dtype), parts)
+        placement = bucket.placement(arrival.update.present)
+        tensors = self._tensors_of(placement)
+        for piece, tensor in zip(placement.pieces, tensors, strict=True):
+            managed = self.managed[piece.param]
+            if tensor._version != managed.version:
+                raise RuntimeError(
+                    f"{managed.name} was written to after step() and before its new value had arrived: "
+                    "call synchronize() on the optimizer before changing parameters"
+                )
+        data = arrival.slot.typed(bucket.wire.tensor.dtype)
+        self.device.copy_back(f"copy back: {bucket.label}", data, placement, tensors)
+        for piece, tensor in zip(placement.pieces, tensors, strict=True):
+            self.managed[piece.param].version = tensor._version
         self.ring.release(arrival.slot, self.device.record(COMPUTE))
+        self._send()
 
     # -- between steps -----------------------------------------------------------------------------------------
 
@@ -359,6 +399,7 @@ class Engine:
     def refresh(self, index: int) -> None:
         """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
         managed = self.managed[index]
+        self.land_all()
         self.finish()
         master = managed.segment.view("master", index, managed.tensor.shape)
         value = managed.tensor.detach().to(master.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zofftk.device.base import Buffer, Device, Event, Part, Run
+from zofftk.device.base import Buffer, Device, Event, Placement, Run
 from zofftk.layout import ALIGN_NUMEL, Bucket, Layout, Piece
 
 _DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
@@ -35,14 +35,22 @@ class HostBucket:
     summed: set[int] = field(default_factory=set)  # ... or in `total`
     zero: set[int] = field(default_factory=set)  # parameters whose gradient is a true zero
     scale: dict[int, float] = field(default_factory=dict)  # factor on what was gathered, where it is not 1
+    _whole_runs: tuple[list[Run], list[Run]] | None = None
 
-    def parts(self, tensors: dict[int, torch.Tensor]) -> list[Part]:
-        """Where the pieces of `tensors`, by parameter, lie in the bucket."""
-        pieces = [self.pieces[param] for param in tensors]
-        return [Part(tensors[p.param], p.start, p.stop, p.offset, p.block) for p in pieces]
+    def __post_init__(self) -> None:
+        self.whole = Placement(self.bucket.pieces)
+        self._whole_runs = self.runs(set(self.pieces)), self.block_runs(set(self.pieces))
+
+    def placement(self, params: set[int]) -> Placement:
+        """Where the pieces of `params` lie, in the order of the bucket."""
+        if len(params) == len(self.pieces):
+            return self.whole
+        return Placement([piece for piece in self.bucket.pieces if piece.param in params])
 
     def runs(self, params: set[int]) -> list[Run]:
         """The ranges the pieces of `params` cover; the padding between two of them is covered too."""
+        if self._whole_runs and len(params) == len(self.pieces):
+            return self._whole_runs[0]
         runs: list[Run] = []
         for piece in self.bucket.pieces:
             if piece.param not in params or piece.numel == 0:
@@ -55,6 +63,8 @@ class HostBucket:
 
     def block_runs(self, params: set[int]) -> list[Run]:
         """The same for the statistics."""
+        if self._whole_runs and len(params) == len(self.pieces):
+            return self._whole_runs[1]
         runs: list[Run] = []
         for piece in self.bucket.pieces:
             if piece.param not in params or piece.num_blocks == 0:
@@ -83,11 +93,11 @@ class HostSegment:
 
 
 def allocate_segment(device: Device, layout: Layout, first_label: int) -> HostSegment:
-    def zeros(name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        return device.buffer(name, numel, dtype, "host", zero=True)
+    def zeros(name: str, numel: int, dtype: torch.dtype, on_link: bool = False) -> Buffer:
+        return device.buffer(name, numel, dtype, "host", zero=True, on_link=on_link)
 
     states = {name: zeros(name, layout.numel, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
-    square_sums = zeros("square_sums", layout.num_blocks, torch.float64)
+    square_sums = zeros("square_sums", layout.num_blocks, torch.float64, on_link=True)
     wires = _allocate_wires(device, layout)
     buckets = []
     for number, (bucket, wire) in enumerate(zip(layout.buckets, wires, strict=True), first_label):
@@ -123,7 +133,7 @@ def _allocate_wires(device: Device, layout: Layout) -> list[_WirePlace]:
     numel: dict[str, int] = {}
     for bucket in layout.buckets:
         numel[bucket.wire] = numel.get(bucket.wire, 0) + bucket.numel
-    arenas = {wire: device.buffer(f"wire {wire}", n, _DTYPES[wire], "host") for wire, n in numel.items()}
+    arenas = {wire: device.buffer(f"wire {wire}", n, _DTYPES[wire], "host", on_link=True) for wire, n in numel.items()}
     offsets = dict.fromkeys(numel, 0)
     places = []
     for bucket in layout.buckets:

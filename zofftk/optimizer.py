@@ -71,6 +71,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
+        self.returns_early = False  # set where every reader of a parameter lands it, see `offload`
         device = merged.device or _device_for(self._all_params(), merged)
         self._engine = Engine(merged, device)
         self._manage(self._all_params())
@@ -114,7 +115,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         stand_in = self._stand_ins[index]
         if grad is stand_in or grad is None:
             return  # a further gradient went through the stand-in's add_
-        engine = self._require_engine()
+        engine = self._engine
+        if engine is None:
+            return
         if grad.layout != torch.strided:
             param.grad = None
             raise TypeError(
@@ -134,6 +137,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        engine.land_all()
         self._manage([param for param in self._all_params() if param.grad is not None])
         self._collect_gradients(engine)
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
@@ -141,7 +145,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         for managed in engine.managed:
             if managed.tensor._version != managed.version:
                 engine.refresh(managed.index)
-        norm = engine.step(self._hypers())
+        norm = engine.step(self._hypers(), early=self.returns_early)
         self.last_grad_norm = norm
         self._steps += 1
         self.last_step_skipped = norm != norm or norm in (float("inf"), float("-inf"))
@@ -205,6 +209,17 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._require_engine().forget_all()
         super().zero_grad(set_to_none)
 
+    def land(self, param: torch.Tensor) -> None:
+        """`param` is about to be read: compute goes on when the value of the last step is there."""
+        if (managed := self._managed.get(id(param))) is not None:
+            self._require_engine().land(managed.index)
+
+    def synchronize(self) -> None:
+        """Every parameter and every state holds the values of the last step. Only needed after `offload`."""
+        engine = self._require_engine()
+        engine.land_all()
+        engine.finish()
+
     # -- what can be asked -------------------------------------------------------------------------------------
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -225,6 +240,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def report(self) -> StepReport:
         """Sizes, bytes moved and where the time of the steps went, so far."""
         engine = self._require_engine()
+        engine.device.collect_spans()
         trace = engine.device.trace
         tensors = [managed.tensor for managed in engine.managed]
         return StepReport(
@@ -250,6 +266,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Write the last 100,000 spans as a Chrome trace; needs the option `trace=True`."""
         if not self.trace.keep_spans:
             raise ValueError("write_trace needs the optimizer to be built with trace=True")
+        self._require_engine().device.collect_spans()
         self.trace.write(path)
 
     def close(self) -> None:
@@ -257,6 +274,12 @@ class OffloadAdamW(torch.optim.Optimizer):
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        try:
+            engine.land_all()
+        finally:
+            self._release(engine)
+
+    def _release(self, engine: Engine) -> None:
         for hook in self._hooks:
             hook.remove()
         for managed, stand_in in zip(engine.managed, self._stand_ins, strict=True):
@@ -281,6 +304,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
         engine = self._require_engine()
         states = self._match_states(state_dict)
+        engine.land_all()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         engine.finish()
         for managed in engine.managed:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from zofftk.device.clock import MAIN, BufferClock, RaceClock, Snapshot
+from zofftk.layout import Piece
 from zofftk.trace import Trace
 
 StreamName = Literal["compute", "down", "up", "host"]
@@ -53,19 +54,16 @@ class Event:
     handle: Any  # the machine's own event
 
 
-@dataclass(frozen=True)
-class Part:
-    """Elements [start, stop) of a tensor, counted in row-major order, and where they lie in a flat buffer."""
+@dataclass(eq=False)
+class Placement:
+    """Where ranges of tensors lie in a flat buffer. Made once and used every step, with other tensors each time.
 
-    tensor: torch.Tensor
-    start: int
-    stop: int
-    offset: int
-    block: int  # where their statistics lie
+    A range is a `Piece`: elements [start, stop) of a tensor in row-major order, their place, and that of their
+    statistics.
+    """
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    pieces: Sequence[Piece]
+    plan: Any = None  # what a machine has worked out for it
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,12 @@ class Device(ABC):
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def buffer(self, name: str, numel: int, dtype: torch.dtype, place: Place, *, zero: bool = False) -> Buffer:
-        """Allocate; `zero` asks for zeros, otherwise the content is undefined."""
-        return Buffer(name, place, self._allocate(numel, dtype, place, zero), BufferClock(name))
+    def buffer(
+        self, name: str, numel: int, dtype: torch.dtype, place: Place, *, zero: bool = False, on_link: bool = False
+    ) -> Buffer:
+        """Allocate. `zero` asks for zeros, otherwise the content is undefined; `on_link` says that a host buffer is
+        one end of copies, so that it is page-locked where the machine can do it."""
+        return Buffer(name, place, self._allocate(numel, dtype, place, zero, on_link), BufferClock(name))
 
     def slice(self, buffer: Buffer, name: str, offset: int, numel: int) -> Buffer:
         """A part of `buffer` with a race clock of its own; the whole is not to be used beside it."""
@@ -113,10 +114,12 @@ class Device(ABC):
 
     # -- operations --------------------------------------------------------------------------------------------
 
-    def pack(self, label: str, parts: Sequence[Part], dst: Buffer, square_sums: Buffer) -> None:
-        """On compute: write each part into `dst`, cast to its dtype, and the sums of squares of its blocks."""
+    def pack(
+        self, label: str, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
+    ) -> None:
+        """On compute: write the range of each tensor into `dst`, with cast, and the square sums of its blocks."""
         self.clock.operation(COMPUTE, label, writes=(dst.clock, square_sums.clock))
-        self._pack(label, parts, dst, square_sums)
+        self._pack(label, placement, tensors, dst, square_sums)
 
     def copy_down(self, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run]) -> None:
         """On down: copy `runs` of a device buffer to the same places of a host buffer of the same dtype."""
@@ -132,10 +135,10 @@ class Device(ABC):
         self.bytes_up += nbytes
         self._copy(UP, label, dst, src, runs, nbytes)
 
-    def copy_back(self, label: str, src: Buffer, parts: Sequence[Part]) -> None:
+    def copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
         """On compute: the inverse of pack; autograd sees that the tensors were written."""
         self.clock.operation(COMPUTE, label, reads=(src.clock,))
-        self._copy_back(label, src, parts)
+        self._copy_back(label, src, placement, tensors)
 
     def host_task(
         self, label: str, task: Callable[[], None], *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
@@ -151,14 +154,17 @@ class Device(ABC):
         self.clock.operation(MAIN, label, reads=(buffer.clock,))
         return self._value(buffer)
 
-    def load(self, label: str, parts: Sequence[Part], dst: Buffer) -> None:
+    def load(self, label: str, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer) -> None:
         """Copy tensors into a host buffer, widening to its dtype; blocks, and is for use outside of a step."""
         self.clock.operation(MAIN, label, writes=(dst.clock,))
-        self._load(parts, dst)
+        self._load(placement, tensors, dst)
 
     def touch(self, label: str, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """The main thread reads or writes host buffers through tensors it holds."""
         self.clock.operation(MAIN, label, [b.clock for b in reads], [b.clock for b in writes])
+
+    def collect_spans(self) -> None:  # noqa: B027  (most machines write their spans at once)
+        """Put spans that are not in `trace` yet there; the streams may go on."""
 
     @abstractmethod
     def close(self) -> None:
@@ -167,7 +173,7 @@ class Device(ABC):
     # -- what a machine implements -----------------------------------------------------------------------------
 
     @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool) -> torch.Tensor: ...
+    def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool, on_link: bool) -> torch.Tensor: ...
 
     @abstractmethod
     def _record(self, stream: StreamName) -> Any: ...
@@ -179,7 +185,9 @@ class Device(ABC):
     def _synchronize(self, event: Event, why: str) -> None: ...
 
     @abstractmethod
-    def _pack(self, label: str, parts: Sequence[Part], dst: Buffer, square_sums: Buffer) -> None: ...
+    def _pack(
+        self, label: str, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
+    ) -> None: ...
 
     @abstractmethod
     def _copy(
@@ -187,7 +195,7 @@ class Device(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def _copy_back(self, label: str, src: Buffer, parts: Sequence[Part]) -> None: ...
+    def _copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None: ...
 
     @abstractmethod
     def _host_task(self, label: str, task: Callable[[], None]) -> None: ...
@@ -196,7 +204,7 @@ class Device(ABC):
     def _value(self, buffer: Buffer) -> np.ndarray: ...
 
     @abstractmethod
-    def _load(self, parts: Sequence[Part], dst: Buffer) -> None: ...
+    def _load(self, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer) -> None: ...
 
     def _check_copy(self, dst: Buffer, dst_place: Place, src: Buffer, src_place: Place, runs: Sequence[Run]) -> int:
         assert (dst.place, src.place) == (dst_place, src_place), (dst.name, src.name)

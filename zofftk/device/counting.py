@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from zofftk.device.base import Buffer, Device, Event, Part, Place, Run, StreamName
+from zofftk.device.base import Buffer, Device, Event, Place, Placement, Run, StreamName
 
 
 class CountingDevice(Device):
@@ -24,7 +24,7 @@ class CountingDevice(Device):
         self.operations: Counter[str] = Counter()
         self.allocated_bytes: Counter[Place] = Counter()
 
-    def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool) -> torch.Tensor:
+    def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool, on_link: bool) -> torch.Tensor:
         self.allocated_bytes[place] += numel * dtype.itemsize
         return torch.empty(numel, dtype=dtype)  # fake: holds no memory
 
@@ -37,13 +37,15 @@ class CountingDevice(Device):
     def _synchronize(self, event: Event, why: str) -> None:
         self.operations["synchronize"] += 1
 
-    def _pack(self, label: str, parts: Sequence[Part], dst: Buffer, square_sums: Buffer) -> None:
+    def _pack(
+        self, label: str, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
+    ) -> None:
         self.operations["pack"] += 1
 
     def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
         self.operations[stream] += 1
 
-    def _copy_back(self, label: str, src: Buffer, parts: Sequence[Part]) -> None:
+    def _copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
         self.operations["copy back"] += 1
 
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
@@ -52,7 +54,7 @@ class CountingDevice(Device):
     def _value(self, buffer: Buffer) -> np.ndarray:
         return np.full(buffer.tensor.numel(), self.answer)
 
-    def _load(self, parts: Sequence[Part], dst: Buffer) -> None:
+    def _load(self, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer) -> None:
         self.operations["load"] += 1
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from zofftk import cpu_kernels
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Event, Part, Place, Run, StreamName
+from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Event, Place, Placement, Run, StreamName
 from zofftk.device.laned import LanedDevice
+from zofftk.layout import Piece
 from zofftk.triton_kernels import reference  # pyright: ignore[reportMissingImports]  (mapped when installed)
 
 # torch's own second thread spins for milliseconds after each of its operations. Sharing a core with it costs more
@@ -53,7 +54,7 @@ class EmulatedDevice(LanedDevice):
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool) -> torch.Tensor:
+    def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool, on_link: bool) -> torch.Tensor:
         # numpy asks for huge pages where the system offers them on request; torch does not.
         nbytes = max(1, numel) * dtype.itemsize
         flat = np.zeros(nbytes, np.uint8) if zero else np.empty(nbytes, np.uint8)
@@ -88,17 +89,19 @@ class EmulatedDevice(LanedDevice):
 
     # -- operations --------------------------------------------------------------------------------------------
 
-    def _pack(self, label: str, parts: Sequence[Part], dst: Buffer, square_sums: Buffer) -> None:
+    def _pack(
+        self, label: str, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
+    ) -> None:
         self._check_usable()
         with self.trace.span(COMPUTE, label):
-            for part in parts:
-                target = dst.tensor[part.offset : part.offset + part.numel]
-                sums = square_sums.tensor[part.block :]
-                if _is_plain(part, dst):
-                    cpu_kernels.pack(part.tensor.view(-1)[part.start : part.stop], target, sums, COMPUTE_THREADS)
-                else:
-                    reference.pack_([_range(part)], dst.tensor)
-                    cpu_kernels.block_square_sums(target, sums, COMPUTE_THREADS)
+            for dtype, rows in _by_dtype(tensors, dst.tensor.dtype).items():
+                if dtype is None:
+                    _pack_strided(placement, rows, tensors, dst, square_sums)
+                    continue
+                table = _table(placement, rows, tensors, dst)
+                table[:, 3] *= square_sums.itemsize
+                table[:, 3] += square_sums.tensor.data_ptr()
+                cpu_kernels.pack_ranges(table, dtype, dst.tensor.dtype)
 
     def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
         # numpy copies without torch's thread pool, which each thread would start anew, and drops the GIL.
@@ -116,15 +119,16 @@ class EmulatedDevice(LanedDevice):
 
         self._enqueue(stream, copy)
 
-    def _copy_back(self, label: str, src: Buffer, parts: Sequence[Part]) -> None:
+    def _copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
         self._check_usable()
         with self.trace.span(COMPUTE, label):
-            plain = [part for part in parts if _is_plain(part, src)]
-            for part in plain:
-                source = src.tensor[part.offset : part.offset + part.numel]
-                cpu_kernels.convert(source, part.tensor.detach().view(-1)[part.start : part.stop], COMPUTE_THREADS)
-            torch.autograd.graph.increment_version([part.tensor for part in plain])
-            reference.copy_back_(src.tensor, [_range(part) for part in parts if not _is_plain(part, src)])
+            for dtype, rows in _by_dtype(tensors, src.tensor.dtype).items():
+                if dtype is None:
+                    reference.copy_back_(src.tensor, [_range(placement.pieces[row], tensors[row]) for row in rows])
+                    continue
+                table = _table(placement, rows, tensors, src)
+                cpu_kernels.convert_ranges(table[:, [1, 0, 2, 3]].copy(), src.tensor.dtype, dtype)
+                torch.autograd.graph.increment_version([tensors[row] for row in rows])
 
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
         def run() -> None:
@@ -136,17 +140,50 @@ class EmulatedDevice(LanedDevice):
     def _value(self, buffer: Buffer) -> np.ndarray:
         return buffer.tensor.numpy()
 
-    def _load(self, parts: Sequence[Part], dst: Buffer) -> None:
-        reference.pack_([_range(part) for part in parts], dst.tensor)
+    def _load(self, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer) -> None:
+        ranges = [_range(piece, tensor) for piece, tensor in zip(placement.pieces, tensors, strict=True)]
+        reference.pack_(ranges, dst.tensor)
 
 
-def _is_plain(part: Part, flat: Buffer) -> bool:
-    """Whether the compiled kernels can move it; the rest goes through eager torch."""
-    return part.tensor.is_contiguous() and cpu_kernels.converts(part.tensor.dtype, flat.tensor.dtype)
+def _by_dtype(tensors: Sequence[torch.Tensor], flat: torch.dtype) -> dict[torch.dtype | None, list[int]]:
+    """Positions of the tensors of each dtype that the compiled kernels can move; under None those that they cannot."""
+    groups: dict[torch.dtype | None, list[int]] = {}
+    for row, tensor in enumerate(tensors):
+        plain = tensor.is_contiguous() and cpu_kernels.converts(tensor.dtype, flat)
+        groups.setdefault(tensor.dtype if plain else None, []).append(row)
+    return groups
 
 
-def _range(part: Part) -> reference.Range:
-    return part.tensor, part.start, part.stop, part.offset
+def _columns(placement: Placement) -> np.ndarray:
+    """start, offset, numel and block of every piece; worked out once."""
+    if placement.plan is None:
+        rows = [(piece.start, piece.offset, piece.numel, piece.block) for piece in placement.pieces]
+        placement.plan = np.array(rows, np.int64).reshape(-1, 4)
+    return placement.plan
+
+
+def _table(placement: Placement, rows: list[int], tensors: Sequence[torch.Tensor], flat: Buffer) -> np.ndarray:
+    """Addresses in the tensors, addresses in `flat`, numbers of elements, and the blocks of the pieces."""
+    table = _columns(placement)[rows]
+    table[:, 0] *= tensors[rows[0]].dtype.itemsize
+    table[:, 0] += np.fromiter((tensors[row].data_ptr() for row in rows), np.int64, len(rows))
+    table[:, 1] *= flat.itemsize
+    table[:, 1] += flat.tensor.data_ptr()
+    return table
+
+
+def _pack_strided(
+    placement: Placement, rows: list[int], tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
+) -> None:
+    for row in rows:
+        piece = placement.pieces[row]
+        reference.pack_([_range(piece, tensors[row])], dst.tensor)
+        packed = dst.tensor[piece.offset : piece.offset + piece.numel]
+        cpu_kernels.block_square_sums(packed, square_sums.tensor[piece.block :], COMPUTE_THREADS)
+
+
+def _range(piece: Piece, tensor: torch.Tensor) -> reference.Range:
+    return tensor, piece.start, piece.stop, piece.offset
 
 
 class _Delay:
