@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from zofftk.config import OffloadConfig as OffloadConfig
     from zofftk.cpu_adamw import CPUAdamW as CPUAdamW
     from zofftk.optimizer import OffloadAdamW as OffloadAdamW
+    from zofftk.overlap import offload as offload
 
-__all__ = ["CPUAdamW", "OffloadAdamW", "OffloadConfig", "cpu_adam"]
+__all__ = ["CPUAdamW", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
 
 _HOMES = {
     "CPUAdamW": "zofftk.cpu_adamw",
     "OffloadAdamW": "zofftk.optimizer",
     "OffloadConfig": "zofftk.config",
+    "offload": "zofftk.overlap",
 }
 
 try:

@@ -156,7 +156,7 @@ class Engine:
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
         if self._in_flight:
-            self.land_all()  # what no forward has read yet; the slots are needed
+            self._land_before_backward(managed)
         if managed.round == self._round:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
@@ -166,6 +166,15 @@ class Engine:
             bucket.waiting[managed.index] = grad
             if len(bucket.waiting) == len(bucket.pieces):
                 self._launch(bucket)
+
+    def _land_before_backward(self, managed: Managed) -> None:
+        """Free the slots from parameters that no forward has read since the step."""
+        if any(bucket in self._in_flight or bucket in self._updated for bucket in managed.buckets):
+            raise RuntimeError(
+                f"forward has used {managed.name} before its new value had arrived, so its hooks were not called: "
+                "hand the model over again with zofftk.offload after it was compiled or wrapped"
+            )
+        self.land_all()
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""

@@ -209,9 +209,11 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._require_engine().forget_all()
         super().zero_grad(set_to_none)
 
-    def land(self, param: torch.Tensor) -> None:
-        """`param` is about to be read: compute goes on when the value of the last step is there."""
-        if (managed := self._managed.get(id(param))) is not None:
+    def land(self, param: torch.Tensor | None = None) -> None:
+        """`param`, or every parameter, is about to be read: compute goes on when its new value is there."""
+        if param is None:
+            self._require_engine().land_all()
+        elif (managed := self._managed.get(id(param))) is not None:
             self._require_engine().land(managed.index)
 
     def synchronize(self) -> None:
