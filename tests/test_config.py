@@ -11,8 +11,9 @@ from zofftk import OffloadConfig
 
 
 def test_the_options_are_these():
-    names = [field.name for field in dataclasses.fields(OffloadConfig)]
-    assert names == ["max_grad_norm", "bucket_bytes", "staging_slots", "wire_dtype", "threads", "device", "trace"]
+    names = {field.name for field in dataclasses.fields(OffloadConfig)}
+    link = {"bucket_bytes", "staging_slots", "wire_dtype", "pinned_bytes"}
+    assert names == link | {"max_grad_norm", "threads", "device", "trace"}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ def test_the_options_are_these():
         ("staging_slots", 0),
         ("wire_dtype", torch.int8),
         ("threads", 0),
+        ("pinned_bytes", -1),
     ],
 )
 def test_a_wrong_value_is_named(option, value):

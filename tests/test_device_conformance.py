@@ -10,12 +10,29 @@ import pytest
 import torch
 
 from tests.compare import assert_same_bits
+from tests.fake_cuda import FakeRuntime
+from zofftk.device import host_kernels
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Placement, Run
 from zofftk.device.clock import RaceError
+from zofftk.device.cuda import CudaDevice
 from zofftk.device.emulated import EmulatedDevice
 from zofftk.layout import BLOCK_NUMEL, Piece
 
+
+def fake_cuda(**options):
+    """The CUDA device on threads that behave like CUDA streams."""
+    return CudaDevice(
+        torch.device("cpu"),
+        keep_spans=True,
+        runtime=FakeRuntime(**options),
+        compute_stream=lambda: 0,
+        kernels=host_kernels,
+    )
+
+
 DEVICES = {
+    "cuda on a fake runtime": fake_cuda,
+    "cuda on a slow fake runtime": lambda: fake_cuda(delay_ms=3.0),
     "emulated": lambda: EmulatedDevice(keep_spans=True, poison=True),
     "emulated with delays": lambda: EmulatedDevice(keep_spans=True, poison=True, delays=7, max_delay_ms=2.0),
 }

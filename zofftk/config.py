@@ -25,6 +25,7 @@ class OffloadConfig:
         staging_slots: bucket-sized buffers on the device, shared by both directions; 2 or more let copies overlap.
         wire_dtype: dtype on the link; None: each parameter's own (so fp32 parameters move 4 + 4 bytes).
         threads: threads of the update; None: as many as the process may use.
+        pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.
         device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
         trace: keep a span of every operation, for `write_trace`.
     """
@@ -34,6 +35,7 @@ class OffloadConfig:
     staging_slots: int = 3
     wire_dtype: torch.dtype | None = None
     threads: int | None = None
+    pinned_bytes: int | None = None
     device: Device | None = None
     trace: bool = False
 
@@ -48,6 +50,9 @@ class OffloadConfig:
             raise ValueError(f"wire_dtype must be one of {_names(WIRE_DTYPES)} or None, got {self.wire_dtype!r}")
         if self.threads is not None and (not _is_integer(self.threads) or self.threads < 1):
             raise ValueError(f"threads must be 1 or more, or None, got {self.threads!r}")
+
+        if self.pinned_bytes is not None and (not _is_integer(self.pinned_bytes) or self.pinned_bytes < 0):
+            raise ValueError(f"pinned_bytes must be 0 or more bytes, or None, got {self.pinned_bytes!r}")
 
     @classmethod
     def merged(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:

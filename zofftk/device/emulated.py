@@ -15,15 +15,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from zofftk import cpu_kernels
+from zofftk.device import host_kernels
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Event, Place, Placement, Run, StreamName
 from zofftk.device.laned import LanedDevice
-from zofftk.layout import Piece
-from zofftk.triton_kernels import reference  # pyright: ignore[reportMissingImports]  (mapped when installed)
-
-# torch's own second thread spins for milliseconds after each of its operations. Sharing a core with it costs more
-# than a second thread of ours brings, and the copies are too short to matter.
-COMPUTE_THREADS = 1
 
 
 class EmulatedDevice(LanedDevice):
@@ -94,14 +88,7 @@ class EmulatedDevice(LanedDevice):
     ) -> None:
         self._check_usable()
         with self.trace.span(COMPUTE, label):
-            for dtype, rows in _by_dtype(tensors, dst.tensor.dtype).items():
-                if dtype is None:
-                    _pack_strided(placement, rows, tensors, dst, square_sums)
-                    continue
-                table = _table(placement, rows, tensors, dst)
-                table[:, 3] *= square_sums.itemsize
-                table[:, 3] += square_sums.tensor.data_ptr()
-                cpu_kernels.pack_ranges(table, dtype, dst.tensor.dtype)
+            host_kernels.pack(placement, tensors, dst.tensor, square_sums.tensor)
 
     def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
         # numpy copies without torch's thread pool, which each thread would start anew, and drops the GIL.
@@ -122,13 +109,7 @@ class EmulatedDevice(LanedDevice):
     def _copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
         self._check_usable()
         with self.trace.span(COMPUTE, label):
-            for dtype, rows in _by_dtype(tensors, src.tensor.dtype).items():
-                if dtype is None:
-                    reference.copy_back_(src.tensor, [_range(placement.pieces[row], tensors[row]) for row in rows])
-                    continue
-                table = _table(placement, rows, tensors, src)
-                cpu_kernels.convert_ranges(table[:, [1, 0, 2, 3]].copy(), src.tensor.dtype, dtype)
-                torch.autograd.graph.increment_version([tensors[row] for row in rows])
+            host_kernels.copy_back(src.tensor, placement, tensors)
 
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
         def run() -> None:
@@ -141,49 +122,7 @@ class EmulatedDevice(LanedDevice):
         return buffer.tensor.numpy()
 
     def _load(self, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer) -> None:
-        ranges = [_range(piece, tensor) for piece, tensor in zip(placement.pieces, tensors, strict=True)]
-        reference.pack_(ranges, dst.tensor)
-
-
-def _by_dtype(tensors: Sequence[torch.Tensor], flat: torch.dtype) -> dict[torch.dtype | None, list[int]]:
-    """Positions of the tensors of each dtype that the compiled kernels can move; under None those that they cannot."""
-    groups: dict[torch.dtype | None, list[int]] = {}
-    for row, tensor in enumerate(tensors):
-        plain = tensor.is_contiguous() and cpu_kernels.converts(tensor.dtype, flat)
-        groups.setdefault(tensor.dtype if plain else None, []).append(row)
-    return groups
-
-
-def _columns(placement: Placement) -> np.ndarray:
-    """start, offset, numel and block of every piece; worked out once."""
-    if placement.plan is None:
-        rows = [(piece.start, piece.offset, piece.numel, piece.block) for piece in placement.pieces]
-        placement.plan = np.array(rows, np.int64).reshape(-1, 4)
-    return placement.plan
-
-
-def _table(placement: Placement, rows: list[int], tensors: Sequence[torch.Tensor], flat: Buffer) -> np.ndarray:
-    """Addresses in the tensors, addresses in `flat`, numbers of elements, and the blocks of the pieces."""
-    table = _columns(placement)[rows]
-    table[:, 0] *= tensors[rows[0]].dtype.itemsize
-    table[:, 0] += np.fromiter((tensors[row].data_ptr() for row in rows), np.int64, len(rows))
-    table[:, 1] *= flat.itemsize
-    table[:, 1] += flat.tensor.data_ptr()
-    return table
-
-
-def _pack_strided(
-    placement: Placement, rows: list[int], tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
-) -> None:
-    for row in rows:
-        piece = placement.pieces[row]
-        reference.pack_([_range(piece, tensors[row])], dst.tensor)
-        packed = dst.tensor[piece.offset : piece.offset + piece.numel]
-        cpu_kernels.block_square_sums(packed, square_sums.tensor[piece.block :], COMPUTE_THREADS)
-
-
-def _range(piece: Piece, tensor: torch.Tensor) -> reference.Range:
-    return tensor, piece.start, piece.stop, piece.offset
+        host_kernels.load(placement, tensors, dst.tensor)
 
 
 class _Delay:
