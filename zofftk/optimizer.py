@@ -350,9 +350,13 @@ class OffloadAdamW(torch.optim.Optimizer):
 
 
 def _device_for(params: list[torch.Tensor], config: OffloadConfig) -> Device:
-    types = sorted({param.device.type for param in params})
-    if types != ["cpu"]:
-        raise ValueError(f"parameters are on {', '.join(types)}: this version runs on CPU parameters only")
+    devices = sorted({str(param.device) for param in params})
+    if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
+        raise ValueError(f"parameters are on {', '.join(devices)}: expected all on the CPU or all on one CUDA device")
+    if params[0].device.type == "cuda":
+        from zofftk.device.cuda import open_cuda_device  # CuPy and Triton are loaded only for those who use them
+
+        return open_cuda_device(params[0].device, keep_spans=config.trace, pinned_bytes=config.pinned_bytes)
     return EmulatedDevice(keep_spans=config.trace)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,12 +76,12 @@ class ForwardOverlap:
         self._hooks.append(model.register_state_dict_pre_hook(self._hook(lambda module: optimizer.synchronize())))
         optimizer.returns_early = True
 
-    def _hook(self, wait: Callable[[nn.Module], None]) -> Callable[..., None]:
+    def _hook(self, wait: Callable[[nn.Module], None]) -> Callable[..., Any]:
         @torch.compiler.disable
         def hook(module: nn.Module, *_: Any) -> None:
             wait(module)
 
-        return hook
+        return cast(Callable[..., Any], hook)
 
     def _enter_root(self, module: nn.Module) -> None:
         self._inside = True
@@ -112,8 +112,8 @@ class ForwardOverlap:
 def _units(module: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
     """Modules that wait, with the parameters each waits for: its own, or all below it where it is compiled."""
     if isinstance(module, torch._dynamo.OptimizedModule):
-        return [(module, list(module.parameters()))]
-    own = list(module.parameters(recurse=False))
+        return [(module, [*module.parameters()])]
+    own: list[torch.Tensor] = list(module.parameters(recurse=False))
     units = [(module, own)] if own else []
     for child in module.children():
         units += _units(child)

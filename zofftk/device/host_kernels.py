@@ -1,7 +1,7 @@
-"""Pack and copy back on CPU memory: the compiled kernels, a table for all ranges of one dtype; eager torch for the rest.
+"""Pack and copy back on CPU memory: compiled kernels on a table of ranges, eager torch for what they do not know.
 
-They run on the calling thread alone: torch's own threads spin for milliseconds after each of its operations, and sharing
-the cores with them costs more than a second thread would bring.
+They run on the calling thread alone: torch's own threads spin for milliseconds after each of its operations, and
+sharing the cores with them costs more than a second thread would bring.
 """
 
 from __future__ import annotations
