@@ -106,26 +106,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         for managed in engine.add(new, [names[id(param)] for param in new]):
             param = managed.tensor
             self._managed[id(param)] = managed
-            self._stand_ins.append(StandIn(engine, managed.index, param))
-            self._hooks.append(hooks.attach(self, managed.index, param))
-
-    def gradient_is_ready(self, index: int, param: torch.Tensor) -> None:
-        """The hook: autograd has accumulated into `param.grad`."""
-        grad = param.grad
-        stand_in = self._stand_ins[index]
-        if grad is stand_in or grad is None:
-            return  # a further gradient went through the stand-in's add_
-        engine = self._engine
-        if engine is None:
-            return
-        if grad.layout != torch.strided:
-            param.grad = None
-            raise TypeError(
-                f"the gradient of {engine.name(index)} is {grad.layout}, expected a dense one: "
-                "build its embedding with sparse=False"
-            )
-        engine.take(index, grad)
-        param.grad = stand_in
+            stand_in = StandIn(engine, managed.index, param)
+            self._stand_ins.append(stand_in)
+            self._hooks.append(hooks.attach(engine, managed.index, param, stand_in))
 
     # -- the step ----------------------------------------------------------------------------------------------
 

@@ -48,6 +48,9 @@ def load(placement: Placement, tensors: Sequence[torch.Tensor], flat: torch.Tens
 
 def _by_dtype(tensors: Sequence[torch.Tensor], flat: torch.dtype) -> dict[torch.dtype | None, list[int]]:
     """Positions of the tensors of each dtype that the compiled kernels can move; under None those that they cannot."""
+    first = tensors[0].dtype
+    if cpu_kernels.converts(first, flat) and all(t.dtype is first and t.is_contiguous() for t in tensors):
+        return {first: list(range(len(tensors)))}
     groups: dict[torch.dtype | None, list[int]] = {}
     for row, tensor in enumerate(tensors):
         plain = tensor.is_contiguous() and cpu_kernels.converts(tensor.dtype, flat)
