@@ -30,5 +30,5 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard csrc/*)
 		echo "zofftk needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 1; }
 	@echo "Installing into .venv, once; the first time brings PyTorch."
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,figures]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	touch $@

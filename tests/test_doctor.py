@@ -69,7 +69,7 @@ def test_memory_below_the_machine_s(monkeypatch):
     monkeypatch.setattr(doctor, "physical_memory", lambda: 64 << 30)
     monkeypatch.setattr(doctor, "usable_memory", lambda: 16 << 30)
     check = check_memory()
-    assert check.found == "16.0 GiB, room for about 1.1B parameters"
+    assert check.found == "16.0 GiB, room for states of about 1.1B parameters"
     assert "cgroup limit leaves 16.0 of 64.0 GiB" in check.advice
 
 

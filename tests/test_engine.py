@@ -142,11 +142,11 @@ def test_gradients_leave_while_backward_runs():
 
 
 class SlowUpdates(EmulatedDevice):
-    """Every task of the host stream takes 3 ms longer."""
+    """Every task of the host stream takes 15 ms longer."""
 
     def _host_task(self, label, task):
         def slow():
-            time.sleep(0.003)
+            time.sleep(0.015)
             task()
 
         super()._host_task(label, slow)

@@ -188,6 +188,10 @@ def test_a_stand_in_that_was_used_up_is_an_error(three_and_four):
         lambda p: p.grad.numpy(),
         lambda p: torch.nn.utils.clip_grad_value_([p], 1.0),
         lambda p: copy.deepcopy(p.grad),
+        lambda p: p.grad.share_memory_(),
+        lambda p: p.grad.data_ptr(),
+        lambda p: p.grad.untyped_storage(),
+        lambda p: torch.nn.ParameterList([p]).share_memory(),
         lambda p: pickle.dumps(p.grad),
     ],
 )
@@ -201,8 +205,9 @@ def test_anything_else_fails_with_a_sentence(use):
     opt.close()
 
 
-def test_b36_grad_scaler_unscales():
-    p = torch.nn.Parameter(torch.ones(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_b36_grad_scaler_unscales(dtype):
+    p = torch.nn.Parameter(torch.ones(4, dtype=dtype))
     opt = zofftk.OffloadAdamW([p], lr=0.1, weight_decay=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale((p * 3).sum()).backward()

@@ -224,6 +224,15 @@ def test_a_continuation_may_be_longer_and_find_its_text_elsewhere(text):
     assert (longer.steps, longer.data, longer.lr) == (9, ("elsewhere",), 1e-3)
 
 
+def test_more_steps_follow_their_own_schedule(whole_run, text, tmp_path):
+    _, whole = whole_run
+    outputs = Outputs(folder=tmp_path / "more", save=tmp_path / "more.pt")
+    assert train(config_of(text, steps=12), outputs, resume=whole) == 0
+    rates = [sample["lr"] for sample in load_checkpoint(tmp_path / "more.pt").samples]
+    expected = [config_of(text).lr * lr_factor(step, steps=12) for step in range(6, 12)]
+    assert rates[6:] == pytest.approx(expected)
+
+
 def test_a_finished_run_and_another_text_cannot_be_resumed(whole_run, text, tmp_path):
     _, whole = whole_run
     outputs = Outputs(folder=tmp_path / "run")
@@ -244,7 +253,7 @@ def test_a_model_beyond_the_memory_is_refused_before_it_is_built(text, tmp_path)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is a right answer")
 def test_a_device_that_is_not_there(text, tmp_path):
-    with pytest.raises(InputError, match="--device: expected a device that torch can use, got cuda"):
+    with pytest.raises(InputError, match="--device: expected a GPU that torch and CuPy can use, got cuda"):
         train(config_of(text, device="cuda"), Outputs(folder=tmp_path / "run"))
 
 

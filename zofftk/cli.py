@@ -66,14 +66,14 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--lr", type=float, metavar="X", help="peak learning rate (default: the preset's)")
     what.add_argument("--max-grad-norm", type=float, metavar="X", help="gradients are clipped to it (default: 1.0)")
     what.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")
-    what.add_argument("--device", choices=DEVICES, help="auto takes a GPU where there is one (default: auto)")
+    what.add_argument("--device", choices=DEVICES, help="auto: a GPU where torch and CuPy reach one (default: auto)")
     what.add_argument("--seed", type=int, metavar="N", help="of the initial weights and the batches (default: 0)")
     where = parser.add_argument_group("what is kept")
     where.add_argument("--out", type=Path, metavar="FOLDER", help="parent of the run's folder (default: runs)")
     where.add_argument("--name", metavar="NAME", help="of the run's folder (default: preset and time)")
     where.add_argument("--save", type=Path, metavar="PATH", help="write a checkpoint here at the end")
     where.add_argument("--save-every", type=int, metavar="N", help="write the checkpoint every N steps as well")
-    where.add_argument("--resume", type=Path, metavar="PATH", help="go on from a checkpoint, to the same bits")
+    where.add_argument("--resume", type=Path, metavar="PATH", help="go on from a checkpoint; same --steps, same bits")
 
 
 def add_bench(parser: argparse.ArgumentParser, *, chosen: bool) -> None:

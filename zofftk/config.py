@@ -17,11 +17,12 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """How gradients travel and where the update runs. Every field is also a keyword of the optimizers.
+    """How gradients travel and where the update runs. Every field is also a keyword of `OffloadAdamW`.
 
     Attributes:
         max_grad_norm: clip the global L2 norm of the true gradients to this inside the engine; None: no clipping.
-        bucket_bytes: size of one bucket on the link, in bytes. Small tensors share a bucket, large ones span several.
+        bucket_bytes: size of one bucket on the link, in bytes; small tensors share a bucket, large ones span several.
+            None: an eighth of what the parameters send, between 256 KiB and 16 MiB.
         staging_slots: bucket-sized buffers on the device, shared by both directions; 2 or more let copies overlap.
         wire_dtype: dtype on the link; None: each parameter's own (so fp32 parameters move 4 + 4 bytes).
         threads: threads of the update; None: as many as the process may use.
@@ -31,7 +32,7 @@ class OffloadConfig:
     """
 
     max_grad_norm: float | None = None
-    bucket_bytes: int = 16 * 1024 * 1024
+    bucket_bytes: int | None = None
     staging_slots: int = 3
     wire_dtype: torch.dtype | None = None
     threads: int | None = None
@@ -42,8 +43,8 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ValueError(f"max_grad_norm must be a positive number or None, got {self.max_grad_norm!r}")
-        if not _is_integer(self.bucket_bytes) or self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be a positive number of bytes, got {self.bucket_bytes!r}")
+        if self.bucket_bytes is not None and (not _is_integer(self.bucket_bytes) or self.bucket_bytes < 1):
+            raise ValueError(f"bucket_bytes must be a positive number of bytes, or None, got {self.bucket_bytes!r}")
         if not _is_integer(self.staging_slots) or self.staging_slots < 1:
             raise ValueError(f"staging_slots must be 1 or more, got {self.staging_slots!r}")
         if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:

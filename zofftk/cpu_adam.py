@@ -14,7 +14,8 @@ try:
 except ImportError as error:
     raise ImportError(
         "zofftk's compiled CPU Adam (zofftk._cpu_adam) is missing: the C++ kernel was not built for this Python. "
-        "Reinstall with a C++17 compiler and Python's headers present: pip install --force-reinstall --no-deps zofftk"
+        "Reinstall with a C++17 compiler and Python's headers present: "
+        "in the checkout, pip install --force-reinstall --no-deps ."
     ) from error
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

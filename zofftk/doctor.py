@@ -57,7 +57,7 @@ def check_cpu_adam() -> Check:
         cpu_adam = importlib.import_module("zofftk._cpu_adam")
         return Check("CPU Adam", f"{cpu_adam.isa()} (this CPU can: {', '.join(cpu_adam.available_isas())})")
     except (ImportError, AttributeError) as error:
-        advice = "build the extension with a C++17 compiler: pip install --force-reinstall --no-deps zofftk"
+        advice = "build the extension with a C++17 compiler: in the checkout, pip install --force-reinstall --no-deps ."
         return Check("CPU Adam", f"not usable: {error}", advice, required=True)
 
 
@@ -75,7 +75,7 @@ def check_cores() -> Check:
 
 def check_memory() -> Check:
     total, usable = physical_memory(), usable_memory()
-    found = f"{usable / GIB:.1f} GiB, room for about {usable / HOST_BYTES_PER_PARAM / 1e9:.1f}B parameters"
+    found = f"{usable / GIB:.1f} GiB, room for states of about {usable / HOST_BYTES_PER_PARAM / 1e9:.1f}B parameters"
     if usable < total:
         advice = f"a cgroup limit leaves {usable / GIB:.1f} of {total / GIB:.1f} GiB; raise it"
         return Check("host memory", found, advice)
@@ -108,7 +108,7 @@ def check_gpu() -> Check:
 
 
 def check_cupy() -> Check:
-    advice = "needed on a GPU only: pip install 'zofftk[cuda12]' or 'zofftk[cuda13]', as nvidia-smi names CUDA"
+    advice = "needed on a GPU only: pip install cupy-cuda12x or cupy-cuda13x, as torch.version.cuda says"
     return _check_package("CuPy", "cupy", advice)
 
 

@@ -117,7 +117,7 @@ class Engine:
             ParamSpec(first + i, tensor.numel(), str(wire), wire.itemsize)
             for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True))
         ]
-        layout = build_layout(specs, self.config.bucket_bytes)
+        layout = build_layout(specs, self.config.bucket_bytes or _default_bucket_bytes(specs))
         self.ring.reserve(
             max(bucket.numel * wires[bucket.pieces[0].param - first].itemsize for bucket in layout.buckets),
             max(bucket.num_blocks for bucket in layout.buckets),
@@ -418,3 +418,9 @@ class Engine:
         changed = master.to(wire).to(value.dtype) != value
         master[changed] = value[changed].float()
         managed.version = managed.tensor._version
+
+
+def _default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
+    """Several buckets also for a small model, so that copies overlap; large enough for the link's full speed."""
+    total_bytes = sum(spec.numel * spec.itemsize for spec in specs)
+    return min(max(total_bytes // 8, 256 * 1024), 16 * 1024 * 1024)

@@ -106,7 +106,12 @@ class OffloadAdamW(torch.optim.Optimizer):
         for managed in engine.add(new, [names[id(param)] for param in new]):
             param = managed.tensor
             self._managed[id(param)] = managed
-            stand_in = StandIn(engine, managed.index, param)
+            if param.dtype == torch.float16 and hasattr(param, "grad_dtype"):
+                # A GradScaler refuses to unscale fp16 gradients, which could overflow; the engine scales in fp32.
+                param.grad_dtype = None
+                stand_in = StandIn(engine, managed.index, param, torch.float32)
+            else:
+                stand_in = StandIn(engine, managed.index, param, param.dtype)
             self._stand_ins.append(stand_in)
             self._hooks.append(hooks.attach(engine, managed.index, param, stand_in))
 
@@ -171,7 +176,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.skipped_steps += 1
         if self.skipped_steps == 1:
             message = f"a step was skipped because the norm of the gradients is {norm}; skipped_steps counts them"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=5)  # the line that called step()
 
     def _publish_states(self, engine: Engine) -> None:
         """Show the host's states of updated parameters in `state`, as views."""
@@ -270,6 +275,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         for managed, stand_in in zip(engine.managed, self._stand_ins, strict=True):
             if managed.tensor.grad is stand_in:
                 managed.tensor.grad = None
+            if managed.tensor.dtype == torch.float16 and hasattr(managed.tensor, "grad_dtype"):
+                managed.tensor.grad_dtype = torch.float16
         engine.device.close()
 
     def _require_engine(self) -> Engine:

@@ -44,7 +44,7 @@ def _from_table_3(layers: int, hidden: int, batch_size: int) -> Preset:
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(model=GPTConfig(layers=2, hidden=64, heads=4, vocab=256, seq=64), batch_size=4, steps=20, lr=1e-3),
     "demo": Preset(
-        model=GPTConfig(layers=4, hidden=256, heads=4, vocab=4096, seq=128), batch_size=16, steps=300, lr=2e-3
+        model=GPTConfig(layers=4, hidden=256, heads=4, vocab=4096, seq=128), batch_size=16, steps=250, lr=2e-3
     ),
     "24m": Preset(
         model=GPTConfig(layers=6, hidden=512, heads=8, vocab=8192, seq=256), batch_size=4, steps=500, lr=6e-4

@@ -37,8 +37,8 @@ class StandIn(torch.Tensor):
     index: int
 
     @staticmethod
-    def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor) -> StandIn:
-        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+    def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> StandIn:
+        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         self.owner = weakref.ref(owner)
         self.index = index
         return self
@@ -79,6 +79,18 @@ class StandIn(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         raise self.refuse("numpy")
+
+    def data_ptr(self) -> int:
+        raise self.refuse("data_ptr")
+
+    def untyped_storage(self) -> Any:
+        raise self.refuse("untyped_storage")
+
+    def share_memory_(self) -> Any:
+        raise self.refuse("share_memory_")
+
+    def is_shared(self) -> bool:
+        return False
 
     def __array__(self, dtype: Any = None) -> Any:
         raise self.refuse("conversion to a numpy array")

@@ -25,15 +25,17 @@ def print_summary(console: Console, report: "StepReport", samples: Sequence[dict
 def byte_rows(report: "StepReport") -> list[tuple[str, str]]:
     """Memory and traffic, each per parameter, so that runs of any size compare."""
     params, steps = report.num_params, max(1, report.steps)
-    down, up = report.bytes_down, report.bytes_up
+    least = "minimum 2" if report.device_bytes == 2 * params else "2 with 16-bit parameters"
+
+    def per_step(nbytes: int) -> str:
+        return f"{nbytes / steps:,.0f} ({nbytes / steps / params:.3f} per parameter; {least})"
+
     return [
         ("bytes per parameter on the device", f"{report.device_bytes / params:.2f}"),
         ("  staging buffers beside them", f"{report.staging_bytes / MIB:.1f} MiB"),
         ("bytes per parameter on the host", f"{report.host_bytes / params:.2f}"),
-        ("bytes down per step", f"{down / steps:,.0f}"),
-        ("  per parameter (least possible: 2)", f"{down / steps / params:.2f}"),
-        ("bytes up per step", f"{up / steps:,.0f}"),
-        ("  per parameter (least possible: 2)", f"{up / steps / params:.2f}"),
+        ("bytes down per step", per_step(report.bytes_down)),
+        ("bytes up per step", per_step(report.bytes_up)),
     ]
 
 

@@ -6,6 +6,7 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.flo
 WARMUP_STEPS = 20
 FINAL_LR_FRACTION = 0.1
 INTERRUPTED = 130
-# fp32 master copy and both moments, and the 16-bit gradient.
-HOST_BYTES_PER_PARAM = 14
+STATE_BYTES_PER_PARAM = 12  # fp32 master copy and both moments; the gradient comes to them in the parameter's dtype
 
 
 @dataclass(kw_only=True)
@@ -104,6 +104,7 @@ def prepare(config: TrainConfig, resume: Checkpoint | None) -> Training:
     if resume:
         optimizer.load_state_dict(resume.optimizer)
         schedule.load_state_dict(resume.schedule)
+        continue_schedule(schedule)
     return Training(
         config=config,
         corpus=corpus,
@@ -118,7 +119,8 @@ def prepare(config: TrainConfig, resume: Checkpoint | None) -> Training:
 def check_memory(config: TrainConfig, device: torch.device) -> None:
     """Refuses a model whose states alone exceed the host, before the system starts killing processes."""
     params = config.model.num_params
-    bytes_per_param = HOST_BYTES_PER_PARAM + (TORCH_DTYPES[config.dtype].itemsize if device.type == "cpu" else 0)
+    itemsize = TORCH_DTYPES[config.dtype].itemsize
+    bytes_per_param = STATE_BYTES_PER_PARAM + itemsize + (itemsize if device.type == "cpu" else 0)
     needed, usable = params * bytes_per_param / 2**30, usable_memory() / 2**30
     if needed > usable:
         raise InputError(
@@ -149,12 +151,22 @@ def lr_factor(step: int, *, steps: int) -> float:
     return FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * (1 + math.cos(math.pi * progress)) / 2
 
 
+def continue_schedule(schedule: LambdaLR) -> None:
+    """The learning rate of the next step by this run's own number of steps, which may be another than the saved one."""
+    rates = [
+        base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
 def choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "--device: expected a device that torch can use, got cuda; `zofftk doctor` says what is missing"
-        )
-    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
+    """auto: a GPU where torch has one and CuPy is there to reach it."""
+    usable = torch.cuda.is_available() and find_spec("cupy") is not None
+    if name == "cuda" and not usable:
+        raise InputError("--device: expected a GPU that torch and CuPy can use, got cuda; see `zofftk doctor`")
+    return torch.device("cuda" if usable and name != "cpu" else "cpu")
 
 
 def run_steps(training: Training, outputs: Outputs, console: Console) -> bool:

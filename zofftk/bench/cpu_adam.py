@@ -29,15 +29,32 @@ OPTIONS: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_dec
 # Threads of an OpenMP runtime spin for milliseconds after their last work, here the reset; whoever comes next must
 # find the cores free.
 SPIN_S = 0.05
+NOISY_SPREAD = 0.25
 OURS, FUSED_AND_CASTS = "zofftk", "torch fused + 2 casts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``zofftk bench cpu-adam``."""
-    parser.add_argument("--numel", type=float, nargs="+", default=[64e6], help="parameters (default: 64e6)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed repetitions of each competitor")
-    parser.add_argument("--threads", type=int, default=None, help="threads for all (default: all this process may use)")
+    parser.add_argument("--numel", type=_numel, nargs="+", default=[64_000_000], help="parameters (default: 64e6)")
+    parser.add_argument("--repeats", type=_positive, default=9, help="timed turns of each competitor (default: 9)")
+    parser.add_argument("--threads", type=_positive, help="threads for all (default: all this process may use)")
     parser.add_argument("--json", type=Path, default=None, help="write every raw sample and the environment here")
+
+
+def _numel(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 32 <= value < 2**40:
+        raise argparse.ArgumentTypeError(f"expected a number of 32 or more, got {text}")
+    return int(value)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,10 +65,13 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     results = []
     try:
-        for numel in (int(n) for n in args.numel):
+        for numel in args.numel:
             result = measure(numel, threads, args.repeats)
             results.append(result)
             console.print(_table(result, threads))
+            if (spread := _spread(result["seconds"][OURS])) > NOISY_SPREAD:
+                note = f"the middle half of zofftk's samples spreads over {spread:.0%}: the machine is busy, repeat"
+                console.print(note, highlight=False)
             for name, reason in result["unavailable"].items():
                 console.print(f"{name}: not measured: {reason}", highlight=False)
     finally:
@@ -155,6 +175,16 @@ def measure(numel: int, threads: int, repeats: int) -> dict[str, Any]:
     return dict(numel=numel, seconds=samples, unavailable=missing)
 
 
+def _spread(times: list[float]) -> float:
+    """Distance of the quartiles over the median."""
+    return _iqr(times) / statistics.median(times)
+
+
+def _iqr(times: list[float]) -> float:
+    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+    return high - low
+
+
 def _table(result: dict[str, Any], threads: int) -> Table:
     samples: dict[str, list[float]] = result["seconds"]
     median = {name: statistics.median(times) for name, times in samples.items()}
@@ -167,11 +197,10 @@ def _table(result: dict[str, Any], threads: int) -> Table:
     for column in ("", "ms", "IQR", "Gp/s", "x loop", "x casts", "x roof"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for name, times in samples.items():
-        quarters = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
         table.add_row(
             name,
             f"{median[name] * 1e3:.2f}",
-            f"{(quarters[2] - quarters[0]) * 1e3:.2f}",
+            f"{_iqr(times) * 1e3:.2f}",
             f"{result['numel'] / median[name] / 1e9:.3f}",
             f"{median['torch loop'] / median[name]:.2f}",
             f"{median[FUSED_AND_CASTS] / median[name]:.2f}",

@@ -223,7 +223,7 @@ def open_cuda_device(device: torch.device, *, keep_spans: bool, pinned_bytes: in
         from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            "parameters on CUDA need CuPy: pip install 'zofftk[cuda12]' or 'zofftk[cuda13]', as torch.version.cuda says"
+            "parameters on CUDA need CuPy: pip install cupy-cuda12x or cupy-cuda13x, as torch.version.cuda says"
         ) from error
     from zofftk.device.device_kernels import TritonKernels
 
