@@ -107,7 +107,7 @@ class EmulatedDevice(Device):
                 if _is_plain(part, dst):
                     cpu_kernels.pack(part.tensor.view(-1)[part.start : part.stop], target, sums, COMPUTE_THREADS)
                 else:
-                    reference.pack_([_range(part)], dst.tensor)
+                    reference.pack([_range(part)], dst.tensor)
                     cpu_kernels.block_square_sums(target, sums, COMPUTE_THREADS)
 
     def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
@@ -134,7 +134,7 @@ class EmulatedDevice(Device):
                 source = src.tensor[part.offset : part.offset + part.numel]
                 cpu_kernels.convert(source, part.tensor.detach().view(-1)[part.start : part.stop], COMPUTE_THREADS)
             torch.autograd.graph.increment_version([part.tensor for part in plain])
-            reference.copy_back_(src.tensor, [_range(part) for part in parts if not _is_plain(part, src)])
+            reference.copy_back(src.tensor, [_range(part) for part in parts if not _is_plain(part, src)])
 
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
         def run() -> None:
@@ -147,7 +147,7 @@ class EmulatedDevice(Device):
         return buffer.tensor.numpy()
 
     def _load(self, parts: Sequence[Part], dst: Buffer) -> None:
-        reference.pack_([_range(part) for part in parts], dst.tensor)
+        reference.pack([_range(part) for part in parts], dst.tensor)
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ def _is_plain(part: Part, flat: Buffer) -> bool:
 
 
 def _range(part: Part) -> reference.Range:
-    return part.tensor, part.start, part.stop, part.offset
+    return reference.Range(part.tensor, part.start, part.stop, part.offset)
 
 
 class _Fault:
