@@ -53,7 +53,7 @@ sys.modules["zofftk._cpu_adam"] = None
 from zofftk.triton_kernels import reference
 import torch
 flat = torch.zeros(3)
-reference.pack_([(torch.ones(3), 0, 3, 0)], flat)
+reference.pack([(torch.ones(3), 0, 3, 0)], flat)
 print(flat.tolist(), "zofftk._cpu_adam" in sys.modules and sys.modules["zofftk._cpu_adam"])
 """
     assert run(code).strip() == "[1.0, 1.0, 1.0] None"

@@ -1,6 +1,7 @@
 """The kernels in eager torch: the oracle of every fast path, and the path itself on CPU tensors.
 
-Elements are counted in row-major order of the tensor's shape, whatever its strides.
+Names, arguments and errors are those of the kernels; any floating dtype is taken. Elements are counted in row-major
+order of the tensor's shape, whatever its strides.
 """
 
 from __future__ import annotations
@@ -9,31 +10,34 @@ from collections.abc import Sequence
 
 import torch
 
-Range = tuple[torch.Tensor, int, int, int]  # tensor, start, stop, offset in the flat buffer
+from .ranges import BLOCK_NUMEL, Range, check_flat, check_spans, check_sums, check_tensor, count_blocks
 
 
-def pack_(ranges: Sequence[Range], flat: torch.Tensor) -> None:
-    """Write elements [start, stop) of each tensor to `flat[offset:]`, cast to its dtype (nearest, ties to even).
-
-    Args:
-        ranges: (tensor, start, stop, offset) each; tensors of any shape, strides and float dtype.
-        flat: 1-D and contiguous.
-    """
+def pack(
+    ranges: Sequence[Range],
+    flat: torch.Tensor,
+    square_sums: torch.Tensor | None = None,
+    flag: torch.Tensor | None = None,
+) -> None:
+    """The twin of :func:`zofftk.triton_kernels.pack`."""
+    ranges = _check(ranges, flat)
+    check_sums(square_sums, flag, max((r.block + r.span.num_blocks for r in ranges), default=0), flat.device)
     with torch.no_grad():
-        targets = [flat[offset : offset + stop - start] for _, start, stop, offset in ranges]
-        sources = [_elements(tensor.detach(), start, stop) for tensor, start, stop, _ in ranges]
+        targets = [flat[r.offset : r.offset + r.span.numel] for r in ranges]
+        sources = [_elements(r.tensor.detach(), r.start, r.stop) for r in ranges]
         if targets:
             torch.ops.aten._foreach_copy_(targets, sources)
+        if square_sums is not None:
+            for r, target in zip(ranges, targets, strict=True):
+                _write_stats(target, square_sums[r.block :], flag)
 
 
-def copy_back_(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
-    """The inverse of `pack_`: write `flat[offset:]` to elements [start, stop) of each tensor, with cast.
-
-    The version counter of every tensor written moves, so autograd refuses to use it in an older graph.
-    """
+def copy_back(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
+    """The twin of :func:`zofftk.triton_kernels.copy_back`."""
+    ranges = _check(ranges, flat)
     with torch.no_grad():
         targets, sources = [], []
-        for tensor, start, stop, offset in ranges:
+        for tensor, start, stop, offset, _ in ranges:
             source = flat[offset : offset + stop - start]
             if start == 0 and stop == tensor.numel():
                 targets.append(tensor)
@@ -47,11 +51,21 @@ def copy_back_(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
             torch.ops.aten._foreach_copy_(targets, sources)
 
 
-def block_square_sums(flat: torch.Tensor, block_numel: int) -> torch.Tensor:
-    """Sums of squares in fp64 over blocks of `block_numel` elements of a 1-D tensor; the last may be short."""
-    squares = flat.double().square()
-    padded = torch.nn.functional.pad(squares, (0, -squares.numel() % block_numel))
-    return padded.view(-1, block_numel).sum(1)
+def grad_stats(flat: torch.Tensor, square_sums: torch.Tensor, flag: torch.Tensor | None = None) -> None:
+    """The twin of :func:`zofftk.triton_kernels.grad_stats`."""
+    check_flat(flat, 0)
+    check_sums(square_sums, flag, count_blocks(flat.numel()), flat.device)
+    with torch.no_grad():
+        _write_stats(flat, square_sums, flag)
+
+
+def _check(ranges: Sequence[Range], flat: torch.Tensor) -> list[Range]:
+    ranges = [Range(*r) for r in ranges]
+    check_spans(r.span for r in ranges)
+    check_flat(flat, max((r.offset + r.span.numel for r in ranges), default=0))
+    for index, r in enumerate(ranges):
+        check_tensor(index, r.tensor, r.stop, flat.device)
+    return ranges
 
 
 def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -63,3 +77,11 @@ def _write_strided_(tensor: torch.Tensor, start: int, source: torch.Tensor) -> N
     rows = tensor.detach().contiguous()
     rows.view(-1)[start : start + source.numel()].copy_(source)
     tensor.copy_(rows)
+
+
+def _write_stats(flat: torch.Tensor, square_sums: torch.Tensor, flag: torch.Tensor | None) -> None:
+    squares = torch.nn.functional.pad(flat.double().square(), (0, -flat.numel() % BLOCK_NUMEL))
+    sums = squares.view(-1, BLOCK_NUMEL).sum(1)
+    square_sums[: sums.numel()].copy_(sums)
+    if flag is not None:
+        flag[0].logical_or_(~sums.isfinite().all())

@@ -225,7 +225,7 @@ def open_cuda_device(device: torch.device, *, keep_spans: bool, pinned_bytes: in
         raise ImportError(
             "parameters on CUDA need CuPy: pip install cupy-cuda12x or cupy-cuda13x, as torch.version.cuda says"
         ) from error
-    from zofftk.device.device_kernels import TritonKernels
+    from zofftk.device import device_kernels
 
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
@@ -235,5 +235,5 @@ def open_cuda_device(device: torch.device, *, keep_spans: bool, pinned_bytes: in
         pinned_bytes=pinned_bytes,
         runtime=runtime,
         compute_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
-        kernels=TritonKernels(),
+        kernels=device_kernels,
     )

@@ -7,6 +7,7 @@ sharing the cores with them costs more than a second thread would bring.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch
 from zofftk import cpu_kernels
 from zofftk.device.base import Placement
 from zofftk.layout import Piece
-from zofftk.triton_kernels import reference  # pyright: ignore[reportMissingImports]  (mapped when installed)
+from zofftk.triton_kernels import Range, reference  # pyright: ignore[reportMissingImports]  (mapped when installed)
 
 
 def pack(placement: Placement, tensors: Sequence[torch.Tensor], flat: torch.Tensor, sums: torch.Tensor) -> None:
@@ -33,7 +34,7 @@ def copy_back(flat: torch.Tensor, placement: Placement, tensors: Sequence[torch.
     """The inverse of pack; moves the version counters of the tensors."""
     for dtype, rows in _by_dtype(tensors, flat.dtype).items():
         if dtype is None:
-            reference.copy_back_(flat, [_range(placement.pieces[row], tensors[row]) for row in rows])
+            reference.copy_back(flat, [_range(placement.pieces[row], tensors[row]) for row in rows])
             continue
         table = _table(placement, rows, tensors, flat)
         cpu_kernels.convert_ranges(table[:, [1, 0, 2, 3]].copy(), flat.dtype, dtype)
@@ -43,7 +44,7 @@ def copy_back(flat: torch.Tensor, placement: Placement, tensors: Sequence[torch.
 def load(placement: Placement, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     """pack without statistics, for tensors of any dtype."""
     ranges = [_range(piece, tensor) for piece, tensor in zip(placement.pieces, tensors, strict=True)]
-    reference.pack_(ranges, flat)
+    reference.pack(ranges, flat)
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor], flat: torch.dtype) -> dict[torch.dtype | None, list[int]]:
@@ -81,9 +82,9 @@ def _pack_strided(
 ) -> None:
     for row in rows:
         piece = placement.pieces[row]
-        reference.pack_([_range(piece, tensors[row])], flat)
+        reference.pack([_range(piece, tensors[row])], flat)
         cpu_kernels.block_square_sums(flat[piece.offset : piece.offset + piece.numel], sums[piece.block :], 1)
 
 
-def _range(piece: Piece, tensor: torch.Tensor) -> reference.Range:
-    return tensor, piece.start, piece.stop, piece.offset
+def _range(piece: Piece, tensor: torch.Tensor) -> Any:
+    return Range(tensor, piece.start, piece.stop, piece.offset)
