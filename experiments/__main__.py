@@ -8,6 +8,7 @@ EXPERIMENTS = {
     "step_time": "a step with the engine against one with torch's fused AdamW on 16-bit parameters",
     "host_memory": "host memory the engine adds to a step, against what its states need",
     "hook_overhead": "host time of the gradient hooks, per parameter",
+    "gpu_check": "kernels, copies and training steps on a CUDA GPU",
     "overlap": "what of transfers and update is hidden behind compute, on a timed device",
 }
 

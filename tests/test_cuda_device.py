@@ -12,20 +12,20 @@ import zofftk
 from tests.compare import assert_same_bits
 from tests.fake_cuda import FakeError, FakeRuntime
 from tests.small_gpt import build, loss_of
-from zofftk.device import host_kernels
+from zofftk.device import device_kernels, host_kernels
 from zofftk.device.cuda import CudaDevice
 from zofftk.device.pinned import PinnedMemory
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
-def open_fake(*, pinned_bytes=None, keep_spans=False, **options):
+def open_fake(*, pinned_bytes=None, keep_spans=False, kernels=host_kernels, **options):
     runtime = FakeRuntime(**options)
     device = CudaDevice(
         torch.device("cpu"),
         runtime=runtime,
         compute_stream=lambda: 0,
-        kernels=host_kernels,
+        kernels=kernels,
         pinned_bytes=pinned_bytes,
         keep_spans=keep_spans,
     )
@@ -62,6 +62,16 @@ def test_the_engine_has_the_emulated_devices_bits(delay_ms, hand_over, micro):
         assert_same_bits(p, q)
         for name in ("master", "exp_avg", "exp_avg_sq"):
             assert_same_bits(s[name], t[name], name)
+
+
+def test_the_plans_of_the_triton_kernels_fit_the_engine():
+    """On CPU tensors the plans run the eager twins: the same tables, the same bits."""
+    device, _ = open_fake(kernels=device_kernels)
+    params, states, _ = train(device)
+    expected_params, expected_states, _ = train()
+    for p, q, s, t in zip(params, expected_params, states, expected_states, strict=True):
+        assert_same_bits(p, q)
+        assert_same_bits(s["master"], t["master"])
 
 
 def test_backward_never_waits_for_copies():

@@ -1,8 +1,13 @@
+import argparse
 import importlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
+
+from experiments import gpu_check
+from experiments.torch_timer import DeviceTimer
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,3 +51,24 @@ def test_a_record_keeps_samples_and_results(monkeypatch, tmp_path):
     kept = json.loads(path.read_text())
     assert (kept["experiment"], kept["samples"], kept["results"]) == ("step_time", [1, 2], {"ratio": 1.0})
     assert {"command", "git", "versions", "hardware"} <= kept.keys()
+
+
+def test_gpu_check_measures_on_any_device():
+    """On the CPU its ratios mean nothing, but everything it calls is called."""
+    device = torch.device("cpu")
+    timer = DeviceTimer(device, repeats=1)
+    results = gpu_check.measure_kernels(device, timer, 512) | gpu_check.measure_copies(device, timer, 512)
+    assert set(gpu_check.REQUIRED) <= set(results)
+    assert all(value > 0 for value in results.values())
+
+
+@pytest.mark.parametrize("name", ["overlap", "hook_overhead"])
+def test_short_runs_leave_a_record(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.record.RESULTS", tmp_path)
+    module = importlib.import_module(f"experiments.{name}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    short = {"overlap": ["--unit-ms", "4", "--repeats", "1"], "hook_overhead": ["--params", "20", "--repeats", "2"]}
+    assert module.run(parser.parse_args(short[name])) in (0, 1)  # the figure itself needs a quiet machine
+    (path,) = tmp_path.rglob("*.json")
+    assert json.loads(path.read_text())["samples"]
