@@ -23,8 +23,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 import torch
@@ -32,56 +30,12 @@ import torch
 from zofftk import clipping, update
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Device, Event, Placement
+from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Device, Placement
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
-from zofftk.layout import ParamSpec, build_layout
-from zofftk.staging import Slot, StagingRing
+from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
+from zofftk.managed import Arrival, Gathered, Managed, Update
+from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
-
-
-class Gathered(Enum):
-    """What the engine holds of a parameter's gradient."""
-
-    NOTHING = "nothing"
-    LIVE = "live"  # for the coming update
-    SPENT = "spent"  # used by the last one
-
-
-@dataclass(eq=False)
-class Managed:
-    """One parameter in the engine's care."""
-
-    index: int
-    tensor: torch.Tensor
-    name: str
-    segment: HostSegment
-    buckets: list[HostBucket]
-    gathered: Gathered = Gathered.NOTHING
-    round: int = -1  # the round its last gradient came in
-    step: int = 0  # updates it has had
-    square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled
-    version: int = field(init=False)  # of the tensor, after our last write
-
-    def __post_init__(self) -> None:
-        self.version = self.tensor._version
-
-
-@dataclass(frozen=True)
-class Update:
-    """A bucket whose update is under way on the host."""
-
-    bucket: HostBucket
-    present: set[int]  # the parameters that take part
-    written: Event  # the new values are on the wire
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """New values on their way into a staging slot."""
-
-    update: Update
-    slot: Slot
-    landed: Event
 
 
 class Engine:
@@ -117,7 +71,7 @@ class Engine:
             ParamSpec(first + i, tensor.numel(), str(wire), wire.itemsize)
             for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True))
         ]
-        layout = build_layout(specs, self.config.bucket_bytes or _default_bucket_bytes(specs))
+        layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs))
         self.ring.reserve(
             max(bucket.numel * wires[bucket.pieces[0].param - first].itemsize for bucket in layout.buckets),
             max(bucket.num_blocks for bucket in layout.buckets),
@@ -418,9 +372,3 @@ class Engine:
         changed = master.to(wire).to(value.dtype) != value
         master[changed] = value[changed].float()
         managed.version = managed.tensor._version
-
-
-def _default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
-    """Several buckets also for a small model, so that copies overlap; large enough for the link's full speed."""
-    total_bytes = sum(spec.numel * spec.itemsize for spec in specs)
-    return min(max(total_bytes // 8, 256 * 1024), 16 * 1024 * 1024)

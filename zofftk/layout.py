@@ -77,6 +77,12 @@ def build_layout(specs: Sequence[ParamSpec], bucket_bytes: int) -> Layout:
     return Layout(tuple(line.buckets), line.param_start, _param_blocks(line.buckets), line.arena_numel, line.next_block)
 
 
+def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
+    """Several buckets also for a small model, so that copies overlap; large enough for the link's full speed."""
+    total_bytes = sum(spec.numel * spec.itemsize for spec in specs)
+    return min(max(total_bytes // 8, 256 * 1024), 16 * 1024 * 1024)
+
+
 class _Line:
     """The line while it is being laid: closed buckets, and the one that is still open."""
 

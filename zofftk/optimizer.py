@@ -17,10 +17,9 @@ from zofftk.device.emulated import EmulatedDevice
 from zofftk.engine import Engine, Gathered, Managed
 from zofftk.report import StepReport
 from zofftk.standin import StandIn
+from zofftk.state_dict import STATES, match_states
 from zofftk.trace import Trace
-
-_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STATES = ("exp_avg", "exp_avg_sq", "master")
+from zofftk.validation import check_hyper, check_param, parameter_name
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -62,7 +61,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._engine: Engine | None = None  # torch's constructor calls add_param_group before there can be one
         merged = OffloadConfig.merged(config, options)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check_hyper(defaults)
+        check_hyper(defaults)
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
         self._stand_ins: list[StandIn] = []  # by index
@@ -82,9 +81,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_hyper(group)
+            check_hyper(group)
             for number, param in enumerate(group["params"]):
-                _check_param(param, _name(group, len(self.param_groups) - 1, number))
+                check_param(param, parameter_name(group, len(self.param_groups) - 1, number))
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -99,7 +98,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         engine = self._require_engine()
         new = [param for param in params if param.requires_grad and id(param) not in self._managed]
         names = {
-            id(param): _name(group, number, i)
+            id(param): parameter_name(group, number, i)
             for number, group in enumerate(self.param_groups)
             for i, param in enumerate(group["params"])
         }
@@ -187,7 +186,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             if not state:
                 state["step"] = torch.zeros(())
                 shape = managed.tensor.shape
-                for name in _STATES:
+                for name in STATES:
                     state[name] = managed.segment.view(name, managed.index, shape)
             state["step"].fill_(managed.step)
 
@@ -295,7 +294,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
         engine = self._require_engine()
-        states = self._match_states(state_dict)
+        states = match_states(state_dict, self.param_groups, self._managed)
         engine.land_all()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         engine.finish()
@@ -310,33 +309,6 @@ class OffloadAdamW(torch.optim.Optimizer):
                 if saved.get("master") is not None:
                     managed.segment.view("master", managed.index, managed.tensor.shape).copy_(saved["master"])
         self._publish_states(engine)
-
-    def _match_states(self, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """The saved state of each managed parameter, checked; ValueError says what does not fit."""
-        groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-        if groups is None or "state" not in state_dict:
-            raise ValueError("load_state_dict expects a dict with 'state' and 'param_groups', as state_dict() returns")
-        sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in groups]
-        if sizes != saved_sizes:
-            raise ValueError(f"the saved groups hold {saved_sizes} parameters, this optimizer's hold {sizes}")
-        saved_ids = [number for group in groups for number in group["params"]]
-        states: dict[int, dict[str, Any]] = {}
-        for saved_id, param in zip(saved_ids, self._all_params(), strict=True):
-            saved = state_dict["state"].get(saved_id)
-            managed = self._managed.get(id(param))
-            if not saved or managed is None:
-                continue
-            for name in ("step", "exp_avg", "exp_avg_sq"):
-                if name not in saved:
-                    raise ValueError(f"the saved state of {managed.name} has no {name!r}")
-            for name in _STATES:
-                shape = tuple(saved[name].shape) if saved.get(name) is not None else tuple(param.shape)
-                if shape != tuple(param.shape):
-                    raise ValueError(
-                        f"the saved {name} of {managed.name} has shape {shape}, expected {tuple(param.shape)}"
-                    )
-            states[managed.index] = saved
-        return states
 
 
 def _device_for(params: list[torch.Tensor], config: OffloadConfig) -> Device:
@@ -354,28 +326,3 @@ def open_device(device: torch.device, config: OffloadConfig) -> Device:
 
         return open_cuda_device(device, keep_spans=config.trace, pinned_bytes=config.pinned_bytes)
     return EmulatedDevice(keep_spans=config.trace)
-
-
-def _name(group: dict[str, Any], group_number: int, number: int) -> str:
-    names = group.get("param_names")
-    return repr(names[number]) if names else f"parameter {number} of group {group_number}"
-
-
-def _check_param(param: torch.Tensor, name: str) -> None:
-    if param.layout != torch.strided:
-        raise TypeError(f"{name} is {param.layout}, expected a dense tensor")
-    if param.dtype not in _PARAM_DTYPES:
-        raise TypeError(f"{name} is {param.dtype}, expected one of {', '.join(str(d) for d in _PARAM_DTYPES)}")
-    if param.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, expected a tensor with data: materialise the model first")
-
-
-def _check_hyper(group: dict[str, Any]) -> None:
-    for key in ("lr", "eps", "weight_decay"):
-        if isinstance(group[key], torch.Tensor) and group[key].numel() != 1:
-            raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(group[key].shape)}")
-        if not float(group[key]) >= 0.0:
-            raise ValueError(f"{key} must be 0 or more, got {group[key]!r}")
-    betas = tuple(group["betas"])
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']!r}")
