@@ -15,6 +15,7 @@ WAITS = {
     "arrived with statistics": "norm",
     "finish": "refresh",
     "packed": "down",
+    "sent": "adam",
     "slot for compute": "pack",
     "slot for up": "up",
     "summed": "down",
@@ -56,6 +57,8 @@ def train(device):
             model.norm.weight.fill_(1.0)
         loss_of(model, step + 20).backward()
         opt.step()
+        opt.zero_grad(set_to_none=False)
+        opt.step()  # on zeros: nothing comes down in between
         opt.zero_grad()
     opt.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 if TYPE_CHECKING:
     from zofftk.device.base import Device
 
+MAX_THREADS = 4096
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,8 +51,8 @@ class OffloadConfig:
             raise ValueError(f"staging_slots must be 1 or more, got {self.staging_slots!r}")
         if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be one of {_names(WIRE_DTYPES)} or None, got {self.wire_dtype!r}")
-        if self.threads is not None and (not _is_integer(self.threads) or self.threads < 1):
-            raise ValueError(f"threads must be 1 or more, or None, got {self.threads!r}")
+        if self.threads is not None and (not _is_integer(self.threads) or not 1 <= self.threads <= MAX_THREADS):
+            raise ValueError(f"threads must be from 1 to {MAX_THREADS}, or None, got {self.threads!r}")
 
         if self.pinned_bytes is not None and (not _is_integer(self.pinned_bytes) or self.pinned_bytes < 0):
             raise ValueError(f"pinned_bytes must be 0 or more bytes, or None, got {self.pinned_bytes!r}")
@@ -68,11 +70,11 @@ class OffloadConfig:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

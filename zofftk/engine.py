@@ -21,6 +21,7 @@ clock, and looks at a value only through the device.
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -51,6 +52,7 @@ class Engine:
         self.ring = StagingRing(device, config.staging_slots)
         self._updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot, in order
         self._in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()  # on their way up, in order
+        self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
         self._norm_is_known = False
 
@@ -91,22 +93,31 @@ class Engine:
 
     # -- during backward ---------------------------------------------------------------------------------------
 
-    def take(self, index: int, grad: torch.Tensor) -> None:
-        """`grad` is all of the parameter's gradient: what was gathered of it before is dropped."""
-        managed = self.managed[index]
-        if managed.gathered is Gathered.LIVE:
-            self.forget(index)
-        self._gather(managed, grad)
+    def take(self, index: int, grad: torch.Tensor) -> bool:
+        """`grad` is all of the gradient, and the engine's own; says whether something gathered was dropped for it."""
+        with self._lock:
+            managed = self.managed[index]
+            drops = managed.gathered is Gathered.LIVE
+            if drops:
+                self.forget(index)
+            self._gather(managed, grad)
+            return drops
 
     def add_gradient(self, index: int, grad: torch.Tensor) -> None:
-        """`grad` comes on top of what was gathered of the parameter."""
-        managed = self.managed[index]
-        if managed.gathered is Gathered.SPENT:
-            raise RuntimeError(
-                f"the gradient of {managed.name} was used by step() and is gone, so nothing can be added to it: "
-                "call zero_grad() before the next backward"
-            )
-        self._gather(managed, grad)
+        """`grad` comes on top of what was gathered of the parameter; it stays the caller's."""
+        with self._lock:
+            managed = self.managed[index]
+            if managed.gathered is Gathered.SPENT:
+                raise RuntimeError(
+                    f"the gradient of {managed.name} was used by step() and is gone, so nothing can be added to it: "
+                    "call zero_grad() before the next backward"
+                )
+            self._gather(managed, grad)
+            waiting = [bucket for bucket in managed.buckets if index in bucket.waiting]
+            if waiting:
+                own = grad.clone()
+                for bucket in waiting:
+                    bucket.waiting[index] = own
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
         if self._in_flight:
@@ -156,7 +167,7 @@ class Engine:
         self._round += 1
 
     def _launch(self, bucket: HostBucket) -> None:
-        if bucket.on_wire:
+        if bucket.on_wire or bucket.scale:
             self._add_to_total(bucket)
         present = set(bucket.waiting)
         bucket.zero -= present
@@ -172,6 +183,7 @@ class Engine:
             f"down: {bucket.label} statistics", bucket.square_sums, slot.square_sums, bucket.block_runs(present)
         )
         bucket.arrived = self.device.record(DOWN)
+        bucket.sent = None  # its pack came after the copy back of what was sent
         bucket.on_wire = present
         self.ring.release(slot, bucket.arrived)
 
@@ -197,10 +209,16 @@ class Engine:
 
     def scale_gradient(self, index: int, factor: float) -> None:
         """Multiply what was gathered of a parameter."""
-        if any(index in bucket.waiting for bucket in self.managed[index].buckets):
-            self.close_round()
-        for bucket in self.managed[index].buckets:
-            bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
+        with self._lock:
+            managed = self.managed[index]
+            # Statistics are those of the gradient without its factor, which must be the same in all of its buckets.
+            self._take_norms()
+            if managed.gathered is not Gathered.LIVE:
+                managed.square_sum *= factor**2  # what is left of a used gradient is its norm
+                return
+            for bucket in managed.buckets:
+                if index not in bucket.zero:
+                    bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
 
     def zero_gradient(self, index: int) -> None:
         """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""
@@ -229,6 +247,8 @@ class Engine:
         if self._norm_is_known:
             return
         for bucket in self.buckets:
+            if bucket.scale:
+                self._add_to_total(bucket)  # a factor from before the last gradient
             if bucket.summed:
                 self._total_statistics(bucket)
         arrived = self.device.record(DOWN)
@@ -258,7 +278,7 @@ class Engine:
         """
         self.land_all()
         self._take_norms()
-        live = [managed for managed in self.managed if managed.gathered is Gathered.LIVE]
+        live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
         if not math.isfinite(norm):
             return norm
@@ -285,16 +305,20 @@ class Engine:
         """One pass over the bucket's states on the host; None if no parameter of it has a gradient."""
         if bucket.summed and bucket.on_wire:
             self._add_to_total(bucket)
-        present = bucket.on_wire | bucket.summed | bucket.zero
+        present = {i for i in bucket.on_wire | bucket.summed | bucket.zero if i in hypers}
         if not present:
             return None
+        if bucket.sent is not None:
+            self.device.wait(HOST, bucket.sent, f"sent: {bucket.label} must have left before it is overwritten")
         steps = {index: self.managed[index].step for index in present}
         task = update.adam(bucket, present, hypers, steps, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, bucket.exp_avg, bucket.exp_avg_sq, bucket.wire]
         self.device.host_task(f"adam: {bucket.label}", task, reads=reads, writes=writes)
-        bucket.on_wire, bucket.summed, bucket.zero = set(), set(), set()
-        bucket.scale.clear()
+        for place in (bucket.on_wire, bucket.summed, bucket.zero):
+            place -= present
+        for index in present:
+            bucket.scale.pop(index, None)
         return Update(bucket, present, self.device.record(HOST))
 
     def _send(self) -> None:
@@ -305,7 +329,8 @@ class Engine:
             slot = self.ring.acquire(UP)
             data = slot.typed(bucket.wire.tensor.dtype)
             self.device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
-            self._in_flight[bucket] = Arrival(update, slot, self.device.record(UP))
+            bucket.sent = self.device.record(UP)
+            self._in_flight[bucket] = Arrival(update, slot, bucket.sent)
 
     def land(self, index: int) -> None:
         """A parameter is about to be read: compute goes on when its new value is there."""

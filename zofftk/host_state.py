@@ -30,6 +30,7 @@ class HostBucket:
     square_sums: Buffer
     total: Buffer | None = None
     arrived: Event | None = None  # the last gradient is on the host
+    sent: Event | None = None  # the last values have left the wire, while no gradient has come down since
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that have not been packed yet
     on_wire: set[int] = field(default_factory=set)  # parameters whose gradient is in `wire` ...
     summed: set[int] = field(default_factory=set)  # ... or in `total`

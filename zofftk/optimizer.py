@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,11 +17,12 @@ from zofftk.cpu_kernels import Hyper
 from zofftk.device.base import Device
 from zofftk.device.emulated import EmulatedDevice
 from zofftk.engine import Engine, Gathered, Managed
+from zofftk.interrupts import interrupts_deferred
 from zofftk.report import StepReport
-from zofftk.standin import StandIn
+from zofftk.standin import StandIn, StandInError
 from zofftk.state_dict import STATES, match_states
 from zofftk.trace import Trace
-from zofftk.validation import check_hyper, check_param, parameter_name
+from zofftk.validation import check_gradient, check_hyper, check_memory, check_param, parameter_name
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -65,7 +68,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
         self._stand_ins: list[StandIn] = []  # by index
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, Any] = {}  # by index
         self._steps = 0
         self.skipped_steps = 0
         self.last_step_skipped = False
@@ -73,7 +76,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.returns_early = False  # set where every reader of a parameter lands it, see `offload`
         device = merged.device or _device_for(self._all_params(), merged)
         self._engine = Engine(merged, device)
-        self._manage(self._all_params())
+        self._manage([param for param in self._all_params() if param.requires_grad])
 
     # -- parameters --------------------------------------------------------------------------------------------
 
@@ -84,38 +87,57 @@ class OffloadAdamW(torch.optim.Optimizer):
             check_hyper(group)
             for number, param in enumerate(group["params"]):
                 check_param(param, parameter_name(group, len(self.param_groups) - 1, number))
+            names = self._names()
+            check_memory(self._all_params(), [names[id(param)] for param in self._all_params()])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         if self._engine is not None:
-            self._manage(group["params"])
+            self._manage([param for param in group["params"] if param.requires_grad])
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _manage(self, params: list[torch.Tensor]) -> None:
-        """Give the trainable ones among `params` their place on the host, and their hook."""
+        """Give `params` their place on the host, and the trainable ones their hook."""
         engine = self._require_engine()
-        new = [param for param in params if param.requires_grad and id(param) not in self._managed]
-        names = {
+        new = [param for param in params if id(param) not in self._managed]
+        names = self._names()
+        for managed in engine.add(new, [names[id(param)] for param in new]):
+            self._managed[id(managed.tensor)] = managed
+            self._stand_ins.append(self._new_stand_in(managed))
+            if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
+                self._load_state(managed, saved)
+                self._publish_state(managed)
+        renew = _renewer(self)
+        for param in params:
+            managed = self._managed[id(param)]
+            if param.requires_grad and managed.index not in self._hooks:
+                self._hooks[managed.index] = hooks.attach(engine, managed.index, param, self._stand_ins, renew)
+
+    def _names(self) -> dict[int, str]:
+        return {
             id(param): parameter_name(group, number, i)
             for number, group in enumerate(self.param_groups)
             for i, param in enumerate(group["params"])
         }
-        for managed in engine.add(new, [names[id(param)] for param in new]):
-            param = managed.tensor
-            self._managed[id(param)] = managed
-            if param.dtype == torch.float16 and hasattr(param, "grad_dtype"):
-                # A GradScaler refuses to unscale fp16 gradients, which could overflow; the engine scales in fp32.
-                param.grad_dtype = None
-                stand_in = StandIn(engine, managed.index, param, torch.float32)
-            else:
-                stand_in = StandIn(engine, managed.index, param, param.dtype)
-            self._stand_ins.append(stand_in)
-            self._hooks.append(hooks.attach(engine, managed.index, param, stand_in))
+
+    def _new_stand_in(self, managed: Managed) -> StandIn:
+        param = managed.tensor
+        if param.dtype == torch.float16 and hasattr(param, "grad_dtype"):
+            # A GradScaler refuses to unscale fp16 gradients, which could overflow; the engine scales in fp32.
+            param.grad_dtype = None
+            return StandIn(self._require_engine(), managed.index, param, torch.float32)
+        return StandIn(self._require_engine(), managed.index, param, param.dtype)
+
+    def renew_stand_in(self, index: int) -> None:
+        """What the stand-in stood for was dropped: whoever has kept it must not mistake it for the next gradient."""
+        self._stand_ins[index].index = -1
+        self._stand_ins[index] = self._new_stand_in(self._require_engine().managed[index])
 
     # -- the step ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient. Returns what `closure` returns."""
@@ -124,23 +146,29 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with interrupts_deferred():
+            self._step(engine)
+        return loss
+
+    def _step(self, engine: Engine) -> None:
         engine.land_all()
         self._manage([param for param in self._all_params() if param.grad is not None])
         self._collect_gradients(engine)
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
-            return loss
+            return
         for managed in engine.managed:
+            if managed.step and managed.tensor not in self.state:
+                self._load_state(managed, None)  # the user has deleted it: it starts anew
             if managed.tensor._version != managed.version:
                 engine.refresh(managed.index)
         norm = engine.step(self._hypers(), early=self.returns_early)
         self.last_grad_norm = norm
         self._steps += 1
-        self.last_step_skipped = norm != norm or norm in (float("inf"), float("-inf"))
+        self.last_step_skipped = not math.isfinite(norm)
         if self.last_step_skipped:
             self._count_skipped(norm)
         else:
             self._publish_states(engine)
-        return loss
 
     def _collect_gradients(self, engine: Engine) -> None:
         """Make the engine's view agree with `p.grad`: dropped ones are forgotten, ones set by hand are taken."""
@@ -148,18 +176,26 @@ class OffloadAdamW(torch.optim.Optimizer):
             managed = self._managed.get(id(param))
             if managed is None:
                 continue
-            stand_in = self._stand_ins[managed.index]
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 engine.forget(managed.index)
-            elif param.grad is stand_in and managed.gathered is Gathered.SPENT:
-                raise RuntimeError(
-                    f"step() has no gradient for {managed.name}: the last one was used by the step before. "
-                    "Call zero_grad() after each step"
+            elif grad is self._stand_ins[managed.index]:
+                if managed.gathered is Gathered.SPENT:
+                    raise RuntimeError(
+                        f"step() has no gradient for {managed.name}: the last one was used by the step before. "
+                        "Call zero_grad() after each step"
+                    )
+            elif isinstance(grad, StandIn):
+                raise (
+                    grad.refuse("step()")
+                    if grad.index >= 0
+                    else StandInError(
+                        f"p.grad of {managed.name} was put aside and then replaced by another backward's: it is gone"
+                    )
                 )
-            elif param.grad is not stand_in:
-                if param.grad.layout != torch.strided:
-                    raise TypeError(f"the gradient of {managed.name} is {param.grad.layout}, expected a dense one")
-                engine.take(managed.index, param.grad)
+            else:
+                check_gradient(grad, managed.name)
+                engine.take(managed.index, grad.resolve_neg())
 
     def _hypers(self) -> dict[int, Hyper]:
         hypers: dict[int, Hyper] = {}
@@ -180,20 +216,25 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _publish_states(self, engine: Engine) -> None:
         """Show the host's states of updated parameters in `state`, as views."""
         for managed in engine.managed:
-            if managed.step == 0:
-                continue
-            state = self.state[managed.tensor]
-            if not state:
-                state["step"] = torch.zeros(())
-                shape = managed.tensor.shape
-                for name in STATES:
-                    state[name] = managed.segment.view(name, managed.index, shape)
-            state["step"].fill_(managed.step)
+            if managed.step:
+                self._publish_state(managed)
+
+    def _publish_state(self, managed: Managed) -> None:
+        state = self.state[managed.tensor]
+        if not state:
+            state["step"] = torch.zeros(())
+            for name in STATES:
+                state[name] = managed.segment.view(name, managed.index, managed.tensor.shape)
+        state["step"].fill_(managed.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also what has been gathered of them; with False they become true zeros."""
         if set_to_none:
-            self._require_engine().forget_all()
+            engine = self._require_engine()
+            for managed in engine.managed:
+                if managed.gathered is Gathered.LIVE:
+                    engine.forget(managed.index)
+                    self.renew_stand_in(managed.index)
         super().zero_grad(set_to_none)
 
     def land(self, param: torch.Tensor | None = None) -> None:
@@ -269,7 +310,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._release(engine)
 
     def _release(self, engine: Engine) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         for managed, stand_in in zip(engine.managed, self._stand_ins, strict=True):
             if managed.tensor.grad is stand_in:
@@ -294,25 +335,51 @@ class OffloadAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
         engine = self._require_engine()
-        states = match_states(state_dict, self.param_groups, self._managed)
+        saved = match_states(state_dict, self.param_groups, self._names())
         engine.land_all()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         engine.finish()
-        for managed in engine.managed:
-            managed.step = 0
-            saved = states.get(managed.index)
-            for name in ("exp_avg", "exp_avg_sq"):
-                view = managed.segment.view(name, managed.index, managed.tensor.shape)
-                view.zero_() if saved is None else view.copy_(saved[name])
-            if saved is not None:
-                managed.step = int(saved["step"])
-                if saved.get("master") is not None:
-                    managed.segment.view("master", managed.index, managed.tensor.shape).copy_(saved["master"])
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._manage([param for param in self._all_params() if param.requires_grad])
+        for param in self._all_params():
+            managed = self._managed.get(id(param))
+            if managed is not None:
+                self._load_state(managed, saved.get(id(param)))
+            elif id(param) in saved:
+                self.state[param] = dict(saved[id(param)])  # kept for when it is trained
         self._publish_states(engine)
+
+    def _load_state(self, managed: Managed, saved: dict[str, Any] | None) -> None:
+        """Copy a checked state into the host's arenas; None: as if it had never been updated."""
+        for name in STATES:
+            view = managed.segment.view(name, managed.index, managed.tensor.shape)
+            if saved is not None and saved.get(name) is not None:
+                view.copy_(saved[name])
+            elif name != "master":
+                view.zero_()
+        managed.step = 0 if saved is None else int(saved["step"])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be copied: it owns threads and memory; use its state_dict()")
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: it owns threads and memory; use its state_dict()")
+
+
+def _renewer(optimizer: OffloadAdamW) -> Callable[[int], None]:
+    """`renew_stand_in` without keeping the optimizer alive."""
+    reference = weakref.ref(optimizer)
+
+    def renew(index: int) -> None:
+        if (alive := reference()) is not None:
+            alive.renew_stand_in(index)
+
+    return renew
 
 
 def _device_for(params: list[torch.Tensor], config: OffloadConfig) -> Device:
     """The machine that fits the parameters' place."""
+    if not params:
+        raise ValueError("the groups hold no parameters, expected at least one")
     devices = sorted({str(param.device) for param in params})
     if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
         raise ValueError(f"parameters are on {', '.join(devices)}: expected all on the CPU or all on one CUDA device")

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree
 
+from zofftk.validation import check_gradient
+
 aten = torch.ops.aten
 
 
@@ -57,13 +59,15 @@ class StandIn(torch.Tensor):
 
     def ask(self) -> GradientOwner:
         owner = self.owner()
+        if self.index < 0:
+            raise StandInError("this gradient was dropped: another backward has put a new one in its place")
         if owner is None:
             raise StandInError("this gradient belongs to an optimizer that no longer exists")
         return owner
 
     def refuse(self, func: Any) -> StandInError:
         owner = self.owner()
-        name = "a parameter" if owner is None else owner.name(self.index)
+        name = "a parameter" if owner is None or self.index < 0 else owner.name(self.index)
         return StandInError(
             f"{func} needs the values of the gradient of {name}, which have left for the host. Its p.grad answers "
             "norm (L2), mul_ and div_ by a number, add_, zero_, and the non-finite check of a GradScaler; "
@@ -79,6 +83,12 @@ class StandIn(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         raise self.refuse("numpy")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self.refuse("__dlpack__")
+
+    def __dlpack_device__(self) -> Any:
+        raise self.refuse("__dlpack_device__")
 
     def data_ptr(self) -> int:
         raise self.refuse("data_ptr")
@@ -129,6 +139,7 @@ def _add_(self: Any, other: Any, *, alpha: float = 1) -> Any:
         raise (self if isinstance(self, StandIn) else other).refuse("add_ with anything but a gradient")
     if other.shape != self.shape:
         raise self.refuse(f"add_ with a tensor of shape {tuple(other.shape)}")
+    check_gradient(other, self.ask().name(self.index))
     self.ask().add_gradient(self.index, other if alpha == 1 else other * alpha)
     return self
 

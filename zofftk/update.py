@@ -89,7 +89,8 @@ def add_to_total(bucket: HostBucket, threads: int) -> Task:
     assert total is not None
     first = [bucket.pieces[param] for param in bucket.on_wire - bucket.summed]
     again = [bucket.pieces[param] for param in bucket.on_wire & bucket.summed]
-    scales = [(bucket.pieces[param], scale) for param, scale in bucket.scale.items()]
+    gathered = bucket.on_wire | bucket.summed
+    scales = [(bucket.pieces[param], scale) for param, scale in bucket.scale.items() if param in gathered]
 
     def task() -> None:
         for piece in first:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import numbers
 from typing import Any
 
 import torch
@@ -19,12 +21,43 @@ def check_param(param: torch.Tensor, name: str) -> None:
         raise TypeError(f"{name} is {param.layout}, expected a dense tensor")
     if param.dtype not in PARAM_DTYPES:
         raise TypeError(f"{name} is {param.dtype}, expected one of {', '.join(str(d) for d in PARAM_DTYPES)}")
+    if param.is_inference():
+        raise ValueError(f"{name} is an inference tensor, which cannot be trained: create it outside inference_mode")
+    if param.is_neg() or param.is_conj():
+        raise ValueError(f"{name} is a negated or conjugated view, expected a tensor of its own: use resolve_neg()")
     if param.device.type == "meta":
         raise ValueError(f"{name} is on the meta device, expected a tensor with data: materialise the model first")
 
 
+def check_gradient(grad: torch.Tensor, name: str) -> None:
+    """A dense tensor of real floating-point numbers, as autograd delivers it or a user has put it into `p.grad`."""
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"the gradient of {name} is {grad.layout}, expected a dense one: build its embedding with sparse=False"
+        )
+    if not grad.is_floating_point():
+        raise TypeError(f"the gradient of {name} is {grad.dtype}, expected real floating-point numbers")
+
+
+def check_memory(params: list[torch.Tensor], names: list[str]) -> None:
+    """No two elements of the parameters share memory: each has a master of its own that would overwrite the other."""
+    places = []
+    for param, name in zip(params, names, strict=True):
+        if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
+            raise ValueError(f"{name} is expanded, so that its elements share memory: expected a tensor of its own")
+        if param.numel() and param.device.type != "meta" and param.is_contiguous():
+            storage = param.untyped_storage()._cdata
+            start = param.storage_offset() * param.dtype.itemsize
+            places.append((storage, start, start + param.numel() * param.dtype.itemsize, name))
+    for (one, _, stop, name), (two, start, _, other) in itertools.pairwise(sorted(places)):
+        if one == two and start < stop:
+            raise ValueError(f"{name} and {other} share memory: expected one Parameter object for tied weights")
+
+
 def check_hyper(group: dict[str, Any]) -> None:
     for key in ("lr", "eps", "weight_decay"):
+        if not isinstance(group[key], numbers.Real | torch.Tensor):
+            raise TypeError(f"{key} must be a number, got {group[key]!r}")
         if isinstance(group[key], torch.Tensor) and group[key].numel() != 1:
             raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(group[key].shape)}")
         if not float(group[key]) >= 0.0:
