@@ -8,6 +8,9 @@ bfloat16 is moved as its 16 bits, widened and rounded by integer arithmetic. Tha
 and in Triton's interpreter, which would cut the low bits off.
 """
 
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
+# (Triton's annotations are values, and it takes Python numbers for them.)
+
 from __future__ import annotations
 
 import triton
