@@ -1,4 +1,4 @@
-"""The public front of the kernels: what it refuses, where it runs, what it imports; and the twins' tests, interpreted."""
+"""The public front of the kernels: what it refuses, where it runs, what it imports; and the twins' interpreted run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.compare import assert_same_bits
+from zofftk import triton_kernels
 from zofftk.triton_kernels import (
     BLOCK_NUMEL,
     CopyBackPlan,
@@ -22,9 +25,6 @@ from zofftk.triton_kernels import (
     pack,
     reference,
 )
-
-from tests.compare import assert_same_bits
-from zofftk import triton_kernels
 
 ROOT = Path(__file__).parent.parent
 TWINS = "tests/test_triton_twins.py"

@@ -12,6 +12,8 @@ import os
 import numpy as np
 import pytest
 import torch
+
+from tests.compare import assert_same_bits
 from zofftk.triton_kernels import (
     BLOCK_NUMEL,
     CopyBackPlan,
@@ -24,8 +26,6 @@ from zofftk.triton_kernels import (
     pack,
     reference,
 )
-
-from tests.compare import assert_same_bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
