@@ -12,6 +12,8 @@ import os
 import numpy as np
 import pytest
 import torch
+
+from tests.compare import assert_same_bits
 from zofftk.triton_kernels import (
     BLOCK_NUMEL,
     CopyBackPlan,
@@ -24,8 +26,6 @@ from zofftk.triton_kernels import (
     pack,
     reference,
 )
-
-from tests.compare import assert_same_bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -49,6 +49,24 @@ def _numpy_overflows_silently():
     """The interpreter casts with numpy, which warns where a value becomes infinite."""
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def _hints_are_true(monkeypatch):
+    """The interpreter ignores what a kernel says of its alignment; a GPU would fault where it is not so."""
+    from triton.runtime.interpreter import TensorHandle
+
+    before = TensorHandle.set_attr
+
+    def set_attr(handle, name, values):
+        if name == "tt.divisibility":
+            divisor = values[0] if isinstance(values, list | tuple) else values
+            assert (handle.data % np.uint64(divisor) == 0).all(), (
+                f"address {handle.data}, said to be on {divisor} bytes"
+            )
+        before(handle, name, values)
+
+    monkeypatch.setattr(TensorHandle, "set_attr", set_attr)
 
 
 def values(numel: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
@@ -197,6 +215,7 @@ def odd_layouts(dtype=torch.float32):
         base[5].view(()),
         base[:600].view(20, 30)[:, 3:17],
         torch.view_as_complex(base[:400].view(-1, 2)).conj().imag,
+        torch._neg_view(base[:77]),
     ]
 
 
@@ -229,7 +248,9 @@ def test_a_plan_serves_new_tensors_of_mixed_dtypes():
     for repeat in range(5):
         tensors = [values(s, d, shift=repeat % 2) for s, d in zip(SIZES, dtypes, strict=True)]
         flat = torch.zeros(numel, device=DEVICE)
-        down(tensors, flat)
+        sums = torch.full((ranges[-1].block + count_blocks(SIZES[-1]),), -1.0, dtype=torch.float64, device=DEVICE)
+        down(tensors, flat, sums)
+        assert_sums(sums, ranges, flat)
         copies = [torch.zeros_like(tensor) for tensor in tensors]
         for _ in range(2):  # the second time the addresses are still there
             up(flat, copies)
@@ -266,3 +287,38 @@ def test_addresses_beyond_two_to_the_31_elements():
     assert_same_bits(flat, source.bfloat16())
     assert_same_bits(back, source.bfloat16().float())
     assert_sums(sums, [Range(flat, 0, numel, 0, 0)], flat)
+
+
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+
+
+@needs_gpu
+def test_full_size_at_random_alignment():
+    sizes = torch.randint(0, 3_000_000, (100,)).tolist()
+    ranges, numel = ranges_of([values(size, torch.bfloat16, size % 9) for size in sizes], 1, gap=5)
+    assert_packs_like_the_twin(ranges, numel, torch.bfloat16)
+    flat = values(numel, torch.bfloat16)
+    copies = [torch.empty_like(r.tensor) for r in ranges]
+    copy_back(flat, [r._replace(tensor=copy) for r, copy in zip(ranges, copies, strict=True)])
+    for r, copy in zip(ranges, copies, strict=True):
+        assert_same_bits(copy, flat[r.offset : r.offset + r.stop])
+
+
+@needs_gpu
+def test_more_than_two_to_the_31_elements():
+    numel = 2**31 + 17
+    if torch.cuda.get_device_properties(0).total_memory < 24e9:
+        pytest.skip("needs 24 GB of device memory")
+    tensor = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE)
+    tensor[2**31 - 8 :] = values(25, torch.bfloat16)
+    flat = torch.full((numel + 5,), GUARD, dtype=torch.bfloat16, device=DEVICE)
+    sums = torch.full((count_blocks(numel) + 1,), -1.0, dtype=torch.float64, device=DEVICE)
+    pack([Range(tensor, 0, numel, 3)], flat, sums)
+    assert_same_bits(flat[-40:-2], tensor[-38:])
+    assert (torch.cat([flat[:3], flat[-2:]]) == GUARD).all()
+    assert sums[:-3].count_nonzero() == 0
+    assert sums[-1].item() == -1.0
+    assert_sums(sums[-2:], [Range(tensor, 0, 17, 0, 0)], tensor[2**31 :])
+    back = torch.zeros_like(tensor)
+    copy_back(flat, [Range(back, 0, numel, 3)])
+    assert_same_bits(back[-40:], tensor[-40:])

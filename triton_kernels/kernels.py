@@ -8,6 +8,9 @@ bfloat16 is moved as its 16 bits, widened and rounded by integer arithmetic. Tha
 and in Triton's interpreter, which would cut the low bits off.
 """
 
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
+# (Triton's annotations are values, and it takes Python numbers for them.)
+
 from __future__ import annotations
 
 import triton
@@ -15,7 +18,7 @@ import triton.language as tl
 
 from .ranges import BLOCK_NUMEL
 
-NUM_WARPS = 4
+NUM_WARPS = 8  # 16 elements of a block a thread; with 32, one or another Triton spills a register
 
 _BLOCK = tl.constexpr(BLOCK_NUMEL)
 _CHUNK_NUMEL = tl.constexpr(512)

@@ -125,8 +125,9 @@ class AddressTable:
         self.on_device.copy_(slot, non_blocking=True)
         if self._is_cuda:
             with _current(self.on_device.device):
-                self._copied[self._turn] = copied or torch.cuda.Event()
-                self._copied[self._turn].record()
+                copied = copied or torch.cuda.Event()
+                copied.record()
+            self._copied[self._turn] = copied
         self._held = addresses
         return self.on_device
 

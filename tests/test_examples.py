@@ -1,0 +1,33 @@
+"""The programs in docs/examples run, and say what they should."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+SAYS = {
+    "cpu_adamw.py": r"bfloat16: {losses}\nfloat32:  {losses}\nits state loads into torch.optim.AdamW",
+    "ddp_comm_hook.py": r"step 0: loss {number}\nstep 9: loss {number}\nfinite: True, equal on all ranks: True",
+    "pack_in_a_plain_loop.py": r"{losses}",
+}
+NUMBER = r"(\d+\.\d+)"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_example(name):
+    assert ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = SAYS[name].format(losses=rf"loss {NUMBER} -> {NUMBER}", number=NUMBER)
+    match = re.fullmatch(said, result.stdout.strip())
+    assert match, result.stdout
+    numbers = [float(number) for number in match.groups()]
+    for first, last in zip(numbers[::2], numbers[1::2], strict=True):
+        assert last < 0.8 * first, "it learns"
