@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zofftk.triton_kernels import BLOCK_NUMEL, CopyBackPlan, PackPlan, Span, count_blocks  # pyright: ignore
 
 from experiments.record import keep
 from experiments.torch_timer import DeviceTimer
+from zofftk.triton_kernels import BLOCK_NUMEL, CopyBackPlan, PackPlan, Span, count_blocks  # pyright: ignore
 
 REQUIRED = {
     "pack over the card's copy bandwidth": 0.85,

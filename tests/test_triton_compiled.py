@@ -11,6 +11,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+
 from zofftk.triton_kernels import kernels  # noqa: E402
 
 if triton.knobs.runtime.interpret:
