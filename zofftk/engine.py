@@ -50,8 +50,8 @@ class Engine:
         self.segments: list[HostSegment] = []
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
-        self._updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot, in order
-        self._in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()  # on their way up, in order
+        self.updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot, in order
+        self.in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()  # on their way up, in order
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
         self._norm_is_known = False
@@ -120,7 +120,7 @@ class Engine:
                     bucket.waiting[index] = own
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
-        if self._in_flight:
+        if self.in_flight:
             self._land_before_backward(managed)
         if managed.round == self._round:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
@@ -134,7 +134,7 @@ class Engine:
 
     def _land_before_backward(self, managed: Managed) -> None:
         """Free the slots from parameters that no forward has read since the step."""
-        if any(bucket in self._in_flight or bucket in self._updated for bucket in managed.buckets):
+        if any(bucket in self.in_flight or bucket in self.updated for bucket in managed.buckets):
             raise RuntimeError(
                 f"forward has used {managed.name} before its new value had arrived, so its hooks were not called: "
                 "hand the model over again with zofftk.offload after it was compiled or wrapped"
@@ -290,7 +290,7 @@ class Engine:
         for bucket in reversed(self.buckets):  # forward needs the first layers first
             updated = self._update(bucket, hypers, coefficient, threads)
             if updated is not None:
-                self._updated[bucket] = updated
+                self.updated[bucket] = updated
         for managed in live:
             managed.gathered = Gathered.SPENT
         self._send()
@@ -323,29 +323,29 @@ class Engine:
 
     def _send(self) -> None:
         """Start the way up of the next buckets, as many as there are free slots."""
-        while self._updated and self.ring.free:
-            bucket, update = self._updated.popitem(last=False)
+        while self.updated and self.ring.free:
+            bucket, update = self.updated.popitem(last=False)
             self.device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
             slot = self.ring.acquire(UP)
             data = slot.typed(bucket.wire.tensor.dtype)
             self.device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
             bucket.sent = self.device.record(UP)
-            self._in_flight[bucket] = Arrival(update, slot, bucket.sent)
+            self.in_flight[bucket] = Arrival(update, slot, bucket.sent)
 
     def land(self, index: int) -> None:
         """A parameter is about to be read: compute goes on when its new value is there."""
-        if self._in_flight:
+        if self.in_flight:
             for bucket in self.managed[index].buckets:
-                while bucket in self._in_flight or bucket in self._updated:
+                while bucket in self.in_flight or bucket in self.updated:
                     self._land_next()
 
     def land_all(self) -> None:
         """All parameters are about to be read."""
-        while self._in_flight:
+        while self.in_flight:
             self._land_next()
 
     def _land_next(self) -> None:
-        bucket, arrival = self._in_flight.popitem(last=False)
+        bucket, arrival = self.in_flight.popitem(last=False)
         self.device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
         placement = bucket.placement(arrival.update.present)
         tensors = self._tensors_of(placement)
