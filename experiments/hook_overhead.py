@@ -75,7 +75,7 @@ def leave_no_stand_in(optimizer: zofftk.OffloadAdamW) -> None:
         hook.remove()
     nothing: list[torch.Tensor | None] = [None] * len(engine.managed)
     for managed in engine.managed:
-        hook = hooks.attach(engine, managed.index, managed.tensor, nothing, lambda index: None)
+        hook = hooks.attach(engine, managed.index, managed.tensor, nothing)
         optimizer._hooks[managed.index] = hook
 
 

@@ -87,7 +87,7 @@ def test_writing_into_a_gradient_that_was_taken():
     a, b = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
     opt = zofftk.OffloadAdamW([("a", a), ("b", b)], lr=0.1)
     KeepsItsGradient.apply(a).sum().backward()
-    taken = opt._engine.buckets[0].waiting[0]
+    (taken,) = (grad for _, grad in opt._engine.inbox)
     with CheckedAccess(opt), pytest.raises(RaceError, match="writes into the gradient of 'a', which is to be packed"):
         taken.zero_()
     opt.close()

@@ -127,8 +127,8 @@ def test_mixed_dtypes_in_one_model():
 
 
 def test_gradients_leave_while_backward_runs():
-    model = build(torch.bfloat16)
-    opt = zofftk.OffloadAdamW(model.parameters(), bucket_bytes=16 * 1024, trace=True)
+    model = build(torch.bfloat16, hidden=192, layers=3)
+    opt = zofftk.OffloadAdamW(model.parameters(), bucket_bytes=64 * 1024, trace=True)
     trace = opt._engine.device.trace
     with trace.span("compute", "backward"):
         loss_of(model, 0).backward()

@@ -46,7 +46,7 @@ class CheckedAccess(TorchDispatchMode):
                 raise RaceError(f"'{func}' of the model reads {name}, whose new value has not landed yet")
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        taken = [entry for bucket in self._engine.buckets for entry in bucket.waiting.items()]
+        taken = [entry for bucket in self._engine.buckets for entry in bucket.waiting.items()] + self._engine.inbox
         waiting = {_storage(grad): self._engine.name(index) for index, grad in taken}
         values = [*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :])]
         for argument, value in zip(func._schema.arguments, values, strict=False):

@@ -23,9 +23,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from zofftk import clipping, update
@@ -52,6 +51,9 @@ class Engine:
         self.ring = StagingRing(device, config.staging_slots)
         self.updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot, in order
         self.in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()  # on their way up, in order
+        self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
+        self.deliveries = 0
+        self.on_drop: Callable[[int], None] = lambda index: None  # a gathered gradient was dropped for a new one
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
         self._norm_is_known = False
@@ -70,14 +72,11 @@ class Engine:
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
-            ParamSpec(first + i, tensor.numel(), str(wire), wire.itemsize)
-            for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True))
+            ParamSpec(i, tensor.numel(), str(wire), wire.itemsize)
+            for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True), first)
         ]
         layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs))
-        self.ring.reserve(
-            max(bucket.numel * wires[bucket.pieces[0].param - first].itemsize for bucket in layout.buckets),
-            max(bucket.num_blocks for bucket in layout.buckets),
-        )
+        self.ring.reserve(*layout.slot_size())
         segment = allocate_segment(self.device, layout, len(self.buckets))
         self.segments.append(segment)
         self.buckets += segment.buckets
@@ -93,6 +92,16 @@ class Engine:
 
     # -- during backward ---------------------------------------------------------------------------------------
 
+    def deliver(self) -> None:
+        """Take what the hooks have put into the inbox."""
+        while self.inbox:
+            with self._lock:
+                taken, self.inbox[:] = list(self.inbox), []
+                self.deliveries += 1
+                for index, grad in taken:
+                    if self.take(index, grad):
+                        self.on_drop(index)
+
     def take(self, index: int, grad: torch.Tensor) -> bool:
         """`grad` is all of the gradient, and the engine's own; says whether something gathered was dropped for it."""
         with self._lock:
@@ -105,6 +114,7 @@ class Engine:
 
     def add_gradient(self, index: int, grad: torch.Tensor) -> None:
         """`grad` comes on top of what was gathered of the parameter; it stays the caller's."""
+        self.deliver()
         with self._lock:
             managed = self.managed[index]
             if managed.gathered is Gathered.SPENT:
@@ -143,6 +153,7 @@ class Engine:
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
+        self.deliver()
         managed = self.managed[index]
         if managed.gathered is not Gathered.LIVE:
             return
@@ -155,12 +166,9 @@ class Engine:
             for place in (bucket.on_wire, bucket.summed, bucket.zero):
                 place.discard(index)
 
-    def forget_all(self) -> None:
-        for managed in self.managed:
-            self.forget(managed.index)
-
     def close_round(self) -> None:
         """Send the buckets on their way that not all parameters of have arrived in."""
+        self.deliver()
         for bucket in self.buckets:
             if bucket.waiting:
                 self._launch(bucket)
@@ -208,10 +216,9 @@ class Engine:
         return self.managed[index].name
 
     def scale_gradient(self, index: int, factor: float) -> None:
-        """Multiply what was gathered of a parameter."""
+        """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
         with self._lock:
             managed = self.managed[index]
-            # Statistics are those of the gradient without its factor, which must be the same in all of its buckets.
             self._take_norms()
             if managed.gathered is not Gathered.LIVE:
                 managed.square_sum *= factor**2  # what is left of a used gradient is its norm
@@ -285,8 +292,7 @@ class Engine:
         coefficient = clipping.coefficient(norm, self.config.max_grad_norm)
         for managed in live:
             managed.step += 1
-        # An update beside the model's compute leaves it a core.
-        threads = max(1, self.threads - 1) if early else self.threads
+        threads = max(1, self.threads - 1) if early else self.threads  # beside compute, it leaves a core
         for bucket in reversed(self.buckets):  # forward needs the first layers first
             updated = self._update(bucket, hypers, coefficient, threads)
             if updated is not None:
@@ -375,13 +381,8 @@ class Engine:
         managed = self.managed[index]
         flat = torch.zeros(managed.tensor.numel())
         for bucket in managed.buckets:
-            piece = bucket.pieces[index]
-            source = bucket.total if index in bucket.summed else bucket.wire
-            assert source is not None
-            self.device.touch(f"read the gradient of {managed.name}", reads=[source])
-            if index not in bucket.zero:
-                flat[piece.start : piece.stop] = source.tensor[piece.offset : piece.offset + piece.numel].float()
-                flat[piece.start : piece.stop] *= np.float32(bucket.scale.get(index, 1.0)).item()
+            self.device.touch(f"read the gradient of {managed.name}", reads=[bucket.gradient_source(index)])
+            bucket.read_gradient(index, flat)
         return flat.view(managed.tensor.shape)
 
     def refresh(self, index: int) -> None:

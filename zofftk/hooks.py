@@ -1,40 +1,44 @@
-"""The hook that takes a parameter's gradient the moment autograd has finished it, and leaves a stand-in."""
+"""The hook that takes a parameter's gradient the moment autograd has finished it, and leaves a stand-in.
+
+A hook runs between two operations of autograd, with cold caches, so it does as little as it can: it puts a small
+gradient into an inbox, which the engine empties in one go when there are enough. A large one is delivered at once.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zofftk.managed import Gathered
 from zofftk.validation import check_gradient
 
+if TYPE_CHECKING:
+    from zofftk.engine import Engine
 
-class Taker(Protocol):
-    def name(self, index: int) -> str: ...
-    def take(self, index: int, grad: torch.Tensor) -> bool: ...
+INBOX_SIZE = 64  # gradients that are taken in one go
+LARGE_BYTES = 64 * 1024  # of a gradient that is worth a delivery of its own
 
 
-def attach(
-    taker: Taker,
-    index: int,
-    param: torch.Tensor,
-    stand_ins: Sequence[torch.Tensor | None],
-    renew: Callable[[int], None],
-) -> RemovableHandle:
+def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[torch.Tensor | None]) -> RemovableHandle:
     """After each accumulation into `param.grad`: give the gradient to `taker`, put `stand_ins[index]` in its place.
 
     The parameter keeps the hook, and the hook keeps neither the taker nor the optimizer alive: a forgotten optimizer
     leaves a hook that does nothing. A gradient that went through the stand-in's `add_` is in the taker's hands already.
-    Where a gathered gradient is dropped for this one, `renew(index)` makes another stand-in, so that one that was put
-    aside is known to be out of date.
     """
     reference = weakref.ref(taker)
+    inbox = taker.inbox
     strided = torch.strided
+    live = Gathered.LIVE
+    is_large = param.numel() * param.dtype.itemsize >= LARGE_BYTES
+
+    last_delivery = -1  # the inbox's, when this hook last put something into it
 
     def hook(param: torch.Tensor) -> None:
+        nonlocal last_delivery
         grad = param.grad
         taker = reference()
         if taker is None or grad is None or grad is stand_ins[index]:
@@ -42,8 +46,12 @@ def attach(
         if grad.layout is not strided:
             param.grad = None
             check_gradient(grad, taker.name(index))
-        if taker.take(index, grad):
-            renew(index)
+        inbox.append((index, grad))
+        replaces = taker.managed[index].gathered is live or last_delivery == taker.deliveries
+        last_delivery = taker.deliveries
+        # At once also where it replaces one that was gathered, and where new values are still to land.
+        if is_large or len(inbox) >= INBOX_SIZE or replaces or taker.in_flight:
+            taker.deliver()
         param.grad = stand_ins[index]
 
     return param.register_post_accumulate_grad_hook(hook)

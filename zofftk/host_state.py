@@ -42,6 +42,17 @@ class HostBucket:
         self.whole = Placement(self.bucket.pieces)
         self._whole_runs = self.runs(set(self.pieces)), self.block_runs(set(self.pieces))
 
+    def gradient_source(self, param: int) -> Buffer:
+        """Where the gradient of a parameter has been gathered."""
+        return self.total if param in self.summed and self.total is not None else self.wire
+
+    def read_gradient(self, param: int, flat: torch.Tensor) -> None:
+        """Write this bucket's piece of a parameter's gradient, with its factor, into the parameter's fp32 row."""
+        piece = self.pieces[param]
+        if param not in self.zero:
+            values = self.gradient_source(param).tensor[piece.offset : piece.offset + piece.numel]
+            flat[piece.start : piece.stop] = values.float() * self.scale.get(param, 1.0)
+
     def placement(self, params: set[int]) -> Placement:
         """Where the pieces of `params` lie, in the order of the bucket."""
         if len(params) == len(self.pieces):

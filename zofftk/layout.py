@@ -49,6 +49,7 @@ class Bucket:
     """What travels in one copy."""
 
     wire: str
+    itemsize: int
     start: int  # first element in the host arena
     numel: int  # padding included
     first_block: int  # in the host's statistics
@@ -64,12 +65,17 @@ class Layout:
     numel: int  # of the host arena, padding included
     num_blocks: int
 
+    def slot_size(self) -> tuple[int, int]:
+        """Bytes and blocks that hold any one bucket."""
+        nbytes = max(bucket.numel * bucket.itemsize for bucket in self.buckets)
+        return nbytes, max(bucket.num_blocks for bucket in self.buckets)
+
 
 def build_layout(specs: Sequence[ParamSpec], bucket_bytes: int) -> Layout:
     """Lay out `specs` in buckets of about `bucket_bytes`: whole blocks, and at least one."""
     line = _Line()
     for wire, itemsize in sorted({(spec.wire, spec.itemsize) for spec in specs}):
-        line.wire = wire
+        line.wire, line.itemsize = wire, itemsize
         line.capacity = max(1, bucket_bytes // (itemsize * BLOCK_NUMEL)) * BLOCK_NUMEL
         for spec in reversed([spec for spec in specs if spec.wire == wire]):
             line.append(spec)
@@ -87,7 +93,7 @@ class _Line:
     """The line while it is being laid: closed buckets, and the one that is still open."""
 
     def __init__(self) -> None:
-        self.wire = ""
+        self.wire, self.itemsize = "", 1
         self.capacity = BLOCK_NUMEL
         self.next_block = 0
         self.buckets: list[Bucket] = []
@@ -124,7 +130,9 @@ class _Line:
     def close_bucket(self) -> None:
         if self.pieces:
             pieces = tuple(self.pieces)
-            self.buckets.append(Bucket(self.wire, self.arena_numel, self.offset, self.next_block, self.block, pieces))
+            self.buckets.append(
+                Bucket(self.wire, self.itemsize, self.arena_numel, self.offset, self.next_block, self.block, pieces)
+            )
             self.next_block += self.block
             self.arena_numel = _round_up(self.arena_numel + self.offset, ALIGN_NUMEL)
         self._open_empty_bucket()

@@ -76,6 +76,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.returns_early = False  # set where every reader of a parameter lands it, see `offload`
         device = merged.device or _device_for(self._all_params(), merged)
         self._engine = Engine(merged, device)
+        self._engine.on_drop = _renewer(self)
         self._manage([param for param in self._all_params() if param.requires_grad])
 
     # -- parameters --------------------------------------------------------------------------------------------
@@ -109,11 +110,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
                 self._load_state(managed, saved)
                 self._publish_state(managed)
-        renew = _renewer(self)
         for param in params:
             managed = self._managed[id(param)]
             if param.requires_grad and managed.index not in self._hooks:
-                self._hooks[managed.index] = hooks.attach(engine, managed.index, param, self._stand_ins, renew)
+                self._hooks[managed.index] = hooks.attach(engine, managed.index, param, self._stand_ins)
 
     def _names(self) -> dict[int, str]:
         return {
@@ -132,8 +132,11 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def renew_stand_in(self, index: int) -> None:
         """What the stand-in stood for was dropped: whoever has kept it must not mistake it for the next gradient."""
-        self._stand_ins[index].index = -1
-        self._stand_ins[index] = self._new_stand_in(self._require_engine().managed[index])
+        managed, old = self._require_engine().managed[index], self._stand_ins[index]
+        new = self._stand_ins[index] = self._new_stand_in(managed)
+        if managed.tensor.grad is old:
+            managed.tensor.grad = new
+        old.index = -1
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -151,6 +154,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         return loss
 
     def _step(self, engine: Engine) -> None:
+        engine.deliver()
         engine.land_all()
         self._manage([param for param in self._all_params() if param.grad is not None])
         self._collect_gradients(engine)
@@ -231,6 +235,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Drop the gradients, also what has been gathered of them; with False they become true zeros."""
         if set_to_none:
             engine = self._require_engine()
+            engine.deliver()
             for managed in engine.managed:
                 if managed.gathered is Gathered.LIVE:
                     engine.forget(managed.index)
@@ -257,9 +262,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         managed = self._managed.get(id(param))
         if managed is None:
             raise ValueError("grad() expects a trainable parameter of this optimizer")
-        if managed.gathered is not Gathered.LIVE:
-            return None
-        return self._require_engine().gradient(managed.index)
+        engine = self._require_engine()
+        engine.deliver()
+        return engine.gradient(managed.index) if managed.gathered is Gathered.LIVE else None
 
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
