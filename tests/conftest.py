@@ -23,11 +23,24 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call" and report.failed:
+        item.stash[FAILED] = True
+    return report
+
+
 @pytest.fixture
-def no_threads_left():
-    """After the test, the engine's threads are those that were there before."""
+def no_threads_left(request):
+    """After a test that passed, the engine's threads are those that were there before."""
     before = {thread for thread in threading.enumerate() if thread.name.startswith("zofftk-")}
     yield
+    if request.node.stash.get(FAILED, False):
+        return  # its traceback holds the engine
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("zofftk-") and thread not in before:

@@ -1,5 +1,9 @@
 import dataclasses
+import errno
+import io
 import os
+import random
+import zipfile
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from zofftk.errors import InputError
 from zofftk.gpt import build_gpt
 from zofftk.gpt_config import GPTConfig
 
+RANDOM = random.Random(0)
 MODEL = GPTConfig(layers=1, hidden=16, heads=2, vocab=20, seq=8)
 
 
@@ -60,6 +65,74 @@ def test_one_flipped_bit_in_a_weight(path, checkpoint):
     path.write_bytes(content)
     with pytest.raises(InputError, match="damaged"):
         load_checkpoint(path)
+
+
+def test_no_flipped_byte_changes_what_is_loaded(path, checkpoint):
+    good = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        directory = archive.start_dir
+    for turn in range(60):
+        content = bytearray(good)
+        begin = directory if turn % 2 else 0
+        content[RANDOM.randrange(begin, len(content))] ^= RANDOM.randrange(1, 256)
+        path.write_bytes(content)
+        try:
+            loaded = load_checkpoint(path)
+        except InputError:
+            continue
+        assert repr(vars(loaded)) == repr(vars(checkpoint))
+        assert all(torch.equal(loaded.model[name], tensor) for name, tensor in checkpoint.model.items())
+
+
+def test_bytes_that_say_they_are_compressed(path):
+    """The zip directory's compression method, which makes the reader raise an error of the decompressor."""
+    with zipfile.ZipFile(path) as archive:
+        directory, first = archive.start_dir, archive.infolist()[0]
+    content = bytearray(path.read_bytes())
+    content[directory + 10] = zipfile.ZIP_DEFLATED
+    content[first.header_offset + 8] = zipfile.ZIP_DEFLATED
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="damaged"):
+        load_checkpoint(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="expected a checkpoint; .*pipe: it is not a file"):
+        load_checkpoint(tmp_path / "pipe")
+
+
+def test_a_full_disk_says_so_and_names_the_file(path, checkpoint, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = path.read_bytes()
+    monkeypatch.setattr("zofftk.atomic_file.os.fdopen", lambda descriptor, mode: os.close(descriptor) or Full())
+    with pytest.raises(OSError, match=r"No space left on device: '.*checkpoint\.pt'"):
+        save_checkpoint(path, checkpoint)
+    assert path.read_bytes() == before
+
+
+def test_a_symbolic_link_is_followed_also_to_nothing_yet(tmp_path, checkpoint):
+    link, target = tmp_path / "link.pt", tmp_path / "there" / "target.pt"
+    link.symlink_to(target)
+    for step in (3, 4):
+        save_checkpoint(link, dataclasses.replace(checkpoint, step=step))
+        assert link.is_symlink()
+        assert not target.is_symlink()
+        assert load_checkpoint(target).step == step
+
+
+def test_nothing_but_a_file_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="expected a file, it is a named pipe"), replacing(tmp_path / "pipe"):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_name_as_long_as_the_file_system_allows(tmp_path, checkpoint):
+    save_checkpoint(tmp_path / ("n" * 255), checkpoint)
 
 
 def test_text_is_not_a_checkpoint(tmp_path):

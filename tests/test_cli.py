@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import time
@@ -38,6 +39,18 @@ def error_of(capsys, *arguments: str) -> str:
         (["train", "--resume", "/no/such/file"], ["/no/such/file", "No such file"]),
         (["train", "--name", ""], ["--name"]),
         (["train", "--name", "a/b"], ["--name", "a/b"]),
+        (["train", "--name", "a\nb"], ["--name", "printable"]),
+        (["train", "--name", "n" * 300], ["--out", "255 bytes"]),
+        (["train", "--save", "/dev/null"], ["--save", "/dev/null", "device"]),
+        (["train", "--seed", "9" * 23], ["--seed", "2**64"]),
+        (["train", "--batch-size", "100000000", "--device", "cpu"], ["--batch-size", "GiB"]),
+        (["bench", "cpu-adam", "--json", "."], ["--json", "folder"]),
+        (["bench", "cpu-adam", "--json", "/no/such/folder/x"], ["--json", "/no/such/folder/x"]),
+        (["bench", "cpu-adam", "--json", "/dev/null"], ["--json", "device"]),
+        *((["bench", "cpu-adam", "--numel", bad], ["--numel"]) for bad in ("nan", "inf", "-5", "0", "5e11")),
+        (["bench", "cpu-adam", "--repeats", "0"], ["--repeats", "0"]),
+        (["bench", "cpu-adam", "--threads", "-3"], ["--threads", "-3"]),
+        (["bench", "cpu-adam", "--threads", str(2**40)], ["--threads", "1024"]),
     ],
 )
 def test_wrong_arguments_get_one_line(capsys, monkeypatch, tmp_path, arguments, words):
@@ -91,6 +104,38 @@ def test_a_full_disk_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("zofftk.cli.run_doctor", full)
     assert main(["doctor"]) == 1
     assert capsys.readouterr().err == ("zofftk: error: [Errno 28] No space left on device: 'runs/x/checkpoint.pt'\n")
+
+
+@pytest.mark.parametrize("command", [["train"], ["bench", "cpu-adam"]])
+def test_an_instruction_set_that_does_not_exist_gets_one_line(capsys, monkeypatch, tmp_path, command):
+    def unknown():
+        raise ValueError("unknown instruction set 'bogus'")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zofftk._cpu_adam.isa", unknown)
+    assert error_of(capsys, *command) == "zofftk: error: ZOFFTK_ISA: unknown instruction set 'bogus'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_instruction_set_is_read_from_the_environment(tmp_path):
+    env = os.environ | {"ZOFFTK_ISA": "bogus"}
+    command = [sys.executable, "-m", "zofftk", "train"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("zofftk: error: ZOFFTK_ISA: unknown instruction set 'bogus'; expected one of")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["train"], ["bench", "cpu-adam"]])
+def test_a_missing_kernel_gets_one_line(tmp_path, command):
+    hidden = "import sys; sys.modules['zofftk._cpu_adam'] = None"
+    code = f"{hidden}; from zofftk.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *command]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("zofftk: error: zofftk's compiled CPU Adam (zofftk._cpu_adam) is missing")
+    assert done.stderr.count("\n") == 1
 
 
 def test_train_takes_all_its_options_to_the_run(capsys, tmp_path):

@@ -270,7 +270,7 @@ def test_b46_refusals_name_the_parameter_and_change_nothing(make, message):
 @pytest.mark.parametrize(
     "options",
     [dict(amsgrad=True), dict(capturable=True), dict(differentiable=True), dict(lr=-1.0), dict(betas=(1.0, 0.9)),
-     dict(eps=-1.0), dict(weight_decay=-1.0), dict(threads=0)],
+     dict(eps=-1.0), dict(weight_decay=-1.0), dict(threads=0), dict(threads=2**31), dict(betas=(0.9,))],
 )  # fmt: skip
 def test_unsupported_options(options):
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -282,6 +282,138 @@ def test_loading_amsgrad_state_is_refused():
     theirs = torch.optim.AdamW([p], amsgrad=True)
     with pytest.raises(ValueError, match="amsgrad: CPUAdamW supports False only"):
         CPUAdamW([p]).load_state_dict(theirs.state_dict())
+
+
+def stepped(*params):
+    optimizer = CPUAdamW(list(params), lr=1e-2)
+    for index, p in enumerate(params):
+        p.grad = gradient(p, index)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(exp_avg=torch.zeros(4)), ValueError, r"state of parameter 1: exp_avg: expected shape \(3,\), got \(4,\)"),
+        (dict(exp_avg=[0.0] * 3), TypeError, "parameter 1: exp_avg: expected a tensor, got list"),
+        (
+            dict(exp_avg_sq=torch.zeros(3, dtype=torch.complex64)),
+            ValueError,
+            "exp_avg_sq: expected dense floating",
+        ),
+        (dict(exp_avg_sq=torch.zeros(3, device="meta")), ValueError, "exp_avg_sq: expected dense .* on meta"),
+        (dict(exp_avg_sq=torch.zeros(3).to_sparse()), ValueError, "exp_avg_sq: expected dense"),
+        (dict(step=float("nan")), ValueError, "parameter 1: step: expected a whole number of 0 or more, got nan"),
+        (dict(step=-1), ValueError, "step: expected a whole number of 0 or more, got -1"),
+        (dict(step=1.5), ValueError, "step: expected a whole number"),
+        (dict(step="3"), TypeError, "step: expected a number, got '3'"),
+        (dict(step=torch.ones(2)), TypeError, "step: expected a number"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
+    optimizer = stepped(parameter(3, seed=1), parameter(3, seed=2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.5
+    saved["state"][0]["exp_avg"].fill_(7)
+    saved["state"][1].update(change)
+    assert_refused(optimizer, saved, error, message)
+
+
+def assert_refused(optimizer, saved, error, message):
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(error, match=message):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(after["state"][index][name], value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda saved: saved["param_groups"][0].update(lr="x"), TypeError, "lr: expected a number, got 'x'"),
+        (lambda saved: saved["param_groups"][0].update(betas=(0.9,)), ValueError, "betas: expected two numbers"),
+        (lambda saved: saved["param_groups"][0].pop("lr"), ValueError, "group 0 of the state dict: expected lr"),
+        (lambda saved: saved["param_groups"][0].pop("params"), ValueError, "group 0 .* expected params"),
+        (lambda saved: saved["param_groups"][0]["params"].pop(), ValueError, "loaded state dict"),
+        (lambda saved: saved["param_groups"].clear(), ValueError, "loaded state dict"),
+        (lambda saved: saved.pop("state"), TypeError, "state: expected one in a state dict"),
+        (lambda saved: saved["state"].update({1: 3}), TypeError, "state of parameter 1: expected a dict, got int"),
+        (lambda saved: saved["state"][1].pop("step"), ValueError, "state of parameter 1: expected step"),
+        (lambda saved: saved["state"][1].pop("exp_avg"), ValueError, "state of parameter 1: expected exp_avg"),
+    ],
+)
+def test_a_state_dict_of_another_make_changes_nothing(change, error, message):
+    optimizer = stepped(parameter(3, seed=1), parameter(3, seed=2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved)
+    assert_refused(optimizer, saved, error, message)
+
+
+def test_parameters_on_the_same_memory_are_refused_by_name():
+    base = torch.zeros(20)
+    first, second = torch.nn.Parameter(base[:12]), torch.nn.Parameter(base[8:])
+    optimizer = CPUAdamW([("first", first), ("second", second)])
+    first.grad = torch.ones(12)
+    with pytest.raises(ValueError, match="first and second: expected memory of their own"):
+        optimizer.step()
+    assert not base.any()
+
+
+def test_a_gradient_on_a_parameter_s_memory_is_refused_by_name():
+    first, second = parameter(3, seed=1), parameter(3, seed=2)
+    optimizer = CPUAdamW([("first", first), ("second", second)])
+    first.grad, second.grad = torch.ones(3), first.detach()
+    before = first.detach().clone()
+    with pytest.raises(ValueError, match="first and gradient of second: expected memory of their own"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    second.grad = first.grad  # read by both
+    optimizer.step()
+
+
+def test_parameters_side_by_side_in_one_storage_are_updated():
+    base = torch.zeros(3, 4)
+    left, right, column = (torch.nn.Parameter(part) for part in (base[:, 0], base[:, 2:], base[:, 1]))
+    stepped(left, right, column)
+    assert base.all()
+
+
+def test_a_parameter_whose_elements_overlap_is_refused():
+    bad = torch.zeros(8).as_strided((3, 3), (2, 1)).requires_grad_()
+    good = parameter(3)
+    bad.grad, good.grad = torch.ones(3, 3), torch.ones(3)
+    before = good.detach().clone()
+    with pytest.raises(ValueError, match="^bad: expected elements of its own"):
+        CPUAdamW([("good", good), ("bad", bad)]).step()
+    assert torch.equal(good, before)
+    interleaved = torch.zeros(20).as_strided((3, 2), (2, 3)).requires_grad_()
+    interleaved.grad = torch.ones(3, 2)
+    CPUAdamW([interleaved]).step()
+    assert interleaved.all()
+
+
+def test_lazily_negated_gradients_count_with_their_sign():
+    lazy, plain = parameter(5), parameter(5)
+    plain.grad = gradient(plain, 3)
+    lazy.grad = torch._neg_view(-plain.grad)  # contiguous; views of conjugates are lazily negated the same way
+    assert lazy.grad.is_neg()
+    for p in (lazy, plain):
+        CPUAdamW([p], lr=1e-2).step()
+    assert_same_bits(lazy.detach(), plain.detach())
+
+
+def test_a_freed_gradient_is_refused_before_anything_changes():
+    good, bad = parameter(3), parameter(3)
+    good.grad, bad.grad = torch.ones(3), torch.ones(3)
+    bad.grad.untyped_storage().resize_(0)
+    before = good.detach().clone()
+    with pytest.raises(ValueError, match="gradient of bad: expected values, its storage has been freed"):
+        CPUAdamW([("good", good), ("bad", bad)]).step()
+    assert torch.equal(good, before)
 
 
 def test_copies_keep_working():

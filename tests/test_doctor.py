@@ -57,6 +57,17 @@ def test_a_missing_extension_is_required_and_advised(monkeypatch):
     assert "pip install" in check.advice
 
 
+def test_an_instruction_set_that_cannot_be_is_a_failed_check(monkeypatch):
+    def unknown():
+        raise ValueError("unknown instruction set 'bogus'")
+
+    fake_module(monkeypatch, "zofftk._cpu_adam", isa=unknown)
+    check = check_cpu_adam()
+    assert check.required
+    assert check.found == "not usable: unknown instruction set 'bogus'"
+    assert "ZOFFTK_ISA" in check.advice
+
+
 def test_cores_fewer_than_the_machine_has(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     fake_module(monkeypatch, "zofftk.threads", usable_threads=lambda: 8)

@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import torch
 from rich.console import Console
 
 from zofftk.checkpoint import Checkpoint, load_checkpoint
+from zofftk.cli import main
 from zofftk.errors import InputError
 from zofftk.outputs import Outputs, run_folder
 from zofftk.progress import open_progress
-from zofftk.train import lr_factor, train
+from zofftk.train import lr_factor, step_bytes, train
 from zofftk.train_config import TrainConfig
 
 STEPS = 6
@@ -197,6 +199,8 @@ def test_fp16_says_what_it_lacks(text, tmp_path):
         ({"lr": float("nan")}, "--lr: expected a finite number above 0, got nan"),
         ({"max_grad_norm": 0.0}, "--max-grad-norm"),
         ({"seed": -1}, "--seed: expected a whole number of at least 0, got -1"),
+        ({"seed": 10**23}, r"--seed: expected a whole number below 2\*\*64, got 1000"),
+        ({"batch_size": 10**30}, r"--batch-size: expected a whole number below 2\*\*63, got 1000"),
         ({"dtype": "int8"}, "--dtype: expected one of bf16, fp32, fp16, got int8"),
         ({"preset": "huge"}, "preset: expected one of tiny, demo, .* got 'huge'"),
     ],
@@ -263,12 +267,131 @@ def test_outputs_are_checked_before_the_run(whole_run, tmp_path):
         Outputs(folder=folder)
     with pytest.raises(InputError, match="--save-every: expected a whole number of at least 1, got 0"):
         Outputs(folder=tmp_path / "run", save_every=0)
-    with pytest.raises(InputError, match="--save: expected a file"):
+    with pytest.raises(InputError, match=r"--save: .*: expected a file, it is a folder"):
         Outputs(folder=tmp_path / "run", save=tmp_path)
     with pytest.raises(InputError, match=r"--out: expected a folder, .*record\.json is a file"):
         Outputs(folder=folder / "record.json" / "run")
     with pytest.raises(InputError, match="--name: expected the name of a folder"):
         run_folder(tmp_path, "a/b", "tiny")
+    for name in ("a\nb", "\x1b[31m", "\udcff"):
+        with pytest.raises(InputError, match="--name: expected printable characters"):
+            run_folder(tmp_path, name, "tiny")
+    for parent in (tmp_path, tmp_path / "not" / "there"):
+        with pytest.raises(InputError, match="--out: .*(at most 255 bytes|File name too long)"):
+            Outputs(folder=parent / ("n" * 300))
+    with pytest.raises(InputError, match="--save: .*File name too long"):
+        Outputs(folder=tmp_path / "run", save=tmp_path / ("s" * 300))
+    with pytest.raises(InputError, match="--save: expected names of at most 255 bytes"):
+        Outputs(folder=tmp_path / "run", save=tmp_path / "new" / ("s" * 300))
+    with pytest.raises(InputError, match="--out: .*(a path of less than|File name too long)"):
+        Outputs(folder=tmp_path / "/".join(["deep"] * 1000))
+    for taken in ("record.json", "."):
+        with pytest.raises(InputError, match="--save: expected a name that the run does not use itself"):
+            Outputs(folder=tmp_path / "run", save=tmp_path / "run" / taken)
+
+
+def test_a_checkpoint_is_put_only_where_a_file_can_be(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, kind in (("pipe", "named pipe"), ("link", "named pipe"), ("loop", "symbolic link to itself")):
+        with pytest.raises(InputError, match=f"--save: .*: expected a file, it is a {kind}"):
+            Outputs(folder=tmp_path / "run", save=tmp_path / name)
+    with pytest.raises(InputError, match="--save: /dev/null: expected a file, it is a device"):
+        Outputs(folder=tmp_path / "run", save=Path("/dev/null"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint.pt").symlink_to("../pipe")
+    with pytest.raises(InputError, match="--save-every: .*: expected a file, it is a named pipe"):
+        Outputs(folder=tmp_path / "run", save_every=1)
+
+
+@contextmanager
+def largest_file(size: int):
+    """Writes beyond `size` fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(text, tmp_path, capsys):
+    saved = tmp_path / "big.pt"
+    options = ["--data", text, "--steps", "3", "--batch-size", "2", "--seq-len", "16", "--out", str(tmp_path)]
+    assert main(["train", *options, "--name", "whole", "--save", str(saved)]) == 0
+    before = saved.read_bytes()
+    capsys.readouterr()
+    with largest_file(100_000):
+        code = main(["train", *options, "--name", "run", "--save", str(saved), "--save-every", "1"])
+    printed = capsys.readouterr()
+    assert code == 1
+    assert printed.err == f"zofftk: error: [Errno 27] File too large: '{saved}'\n"
+    for step in (1, 2, 3):
+        assert f"warning: no checkpoint after step {step}, going on: [Errno 27] File too large" in printed.out
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"record.json", "loss.png", "timeline.json"}
+    assert saved.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "run", "big.pt"}
+
+
+def test_a_picture_that_cannot_be_written_keeps_the_rest(text, tmp_path, monkeypatch):
+    def full(path, samples):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("zofftk.train.draw_loss_curve", full)
+    console = Console(file=StringIO(), width=200)
+    with pytest.raises(OSError, match=r"No space left on device: .*loss\.png"):
+        train(config_of(text), Outputs(folder=tmp_path / "run"), console=console)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"record.json", "timeline.json"}
+    assert "record.json, timeline.json" in console.file.getvalue()
+
+
+KILLED = """
+import os, sys, time, random, signal
+from pathlib import Path
+from zofftk.cli import main
+from zofftk.checkpoint import load_checkpoint
+import zofftk.train, zofftk.optimizer
+out, text = sys.argv[1:]
+rng = random.Random(0)
+saved = Path(out, "end.pt")
+options = ["--data", text, "--steps", "100000", "--seq-len", "16", "--batch-size", "2"]
+keep = ["--save", str(saved), "--save-every", "1", "--out", out]
+for turn in range(4):
+    child = os.fork()
+    if child == 0:
+        os._exit(main(["train", *options, *keep, "--name", f"r{turn}"]))
+    before = saved.stat().st_mtime_ns if saved.exists() else 0
+    deadline = time.monotonic() + 60
+    while not (saved.exists() and saved.stat().st_mtime_ns != before) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(rng.random() * 0.1)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    checkpoint = load_checkpoint(saved)
+    assert checkpoint.step == len(checkpoint.samples) >= 1
+    print("loaded")
+"""
+
+
+def test_a_killed_run_leaves_a_whole_checkpoint(text, tmp_path):
+    """Every step saves over the same file; kill -9 comes at any moment of it."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), text], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loaded") == 4
+
+
+def test_a_batch_beyond_the_memory_is_refused_before_the_model_is_built(text, tmp_path):
+    outputs = Outputs(folder=tmp_path / "run")
+    with pytest.raises(InputError, match="--batch-size: expected a batch that fits .* 100000000 sequences of 16"):
+        train(config_of(text, batch_size=10**8, device="cpu"), outputs)
+    assert not outputs.folder.exists()
+    for preset in ("tiny", "demo", "24m", "1b"):
+        assert step_bytes(TrainConfig.from_options({"preset": preset, "batch_size": 1})) < 2**31
 
 
 def command_line(*arguments: str | Path) -> subprocess.Popen[str]:
@@ -281,7 +404,7 @@ def command_line(*arguments: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_saves_says_where_and_can_be_resumed(text, tmp_path):
+def test_ctrl_c_saves_says_where_and_can_be_resumed(text, tmp_path, capsys):
     options = ["--data", text, "--steps", "100000", "--seq-len", "16", "--batch-size", "2"]
     process = command_line(*options, "--out", tmp_path, "--name", "run", "--save-every", "2")
     saved = tmp_path / "run" / "checkpoint.pt"
@@ -292,11 +415,11 @@ def test_ctrl_c_saves_says_where_and_can_be_resumed(text, tmp_path):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert f"zofftk train --resume {saved}" in said
+    assert f"Written to {tmp_path / 'run'}: record.json, loss.png, timeline.json" in said
     checkpoint = load_checkpoint(saved)
     assert checkpoint.step == len(checkpoint.samples) >= 2
 
     steps = checkpoint.step + 1
-    resumed = command_line("--resume", saved, "--steps", str(steps), "--out", tmp_path, "--name", "on")
-    said, _ = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, said
-    assert f"step {steps}/{steps}" in said
+    # Here, not in a process of its own, which would spend seconds on its imports.
+    assert main(["train", "--resume", str(saved), "--steps", str(steps), "--out", str(tmp_path), "--name", "on"]) == 0
+    assert f"step {steps}/{steps}" in capsys.readouterr().out

@@ -32,9 +32,23 @@ def __getattr__(name: str) -> Any:
     """Load a public name when it is first asked for, so that the import is light."""
     if name == "cpu_adam":
         return importlib.import_module("zofftk.cpu_adam")
+    if name == "_cpu_adam":  # whoever writes `from zofftk import _cpu_adam` comes by here the first time
+        return _load_kernel()
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'zofftk' has no attribute {name!r}")
+
+
+def _load_kernel() -> Any:
+    try:
+        return importlib.import_module("zofftk._cpu_adam")
+    except ImportError as error:
+        raise ImportError(
+            "zofftk's compiled CPU Adam (zofftk._cpu_adam) is missing: the C++ kernel was not built for this Python "
+            f"({error}). Reinstall with a C++17 compiler and Python's headers present: "
+            "in the checkout, pip install --force-reinstall --no-deps .",
+            name="zofftk._cpu_adam",
+        ) from error
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,11 @@
 """A run on disk: everything that its next step depends on, written whole or not at all, checked before it is used."""
 
-import pickle
+import errno
+import stat
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -48,20 +49,47 @@ def _describe(tensor: torch.Tensor | None) -> str:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Raises OSError, which names `path`, where it cannot be written; what was there before is then still there."""
     with replacing(path) as file:
-        # Field by field: asdict would copy every tensor.
-        torch.save({"format": FORMAT} | vars(checkpoint), file)
+        writer: Any = _Writer(file)
+        try:
+            # Field by field: asdict would copy every tensor.
+            torch.save({"format": FORMAT} | vars(checkpoint), writer)
+        except RuntimeError:
+            if writer.error is None:
+                raise
+            raise writer.error from None
+
+
+class _Writer:
+    """Remembers why a write failed: torch.save turns a full disk into a RuntimeError that does not say so."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, on the CPU; loading runs no code from the file."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "it is not a file")
         _check_bytes(path)
         # Mapped, so that what has been copied into the model does not also stay in memory.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise InputError(f"--resume: expected a checkpoint; {path}: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+    except Exception:  # the parsers of zip, deflate and pickle raise what they like on damaged bytes
         raise InputError(f"--resume: expected a whole checkpoint; {path} is truncated, damaged or not one") from None
     found = content.pop("format", None) if isinstance(content, dict) else None
     if found != FORMAT:

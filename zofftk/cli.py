@@ -26,13 +26,15 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = build_parser(bench="bench" in arguments[:1]).parse_args(arguments)
     try:
+        options = build_parser(bench="bench" in arguments[:1]).parse_args(arguments)
         return options.run(options)
     except InputError as error:
         print(f"zofftk: error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except OSError as error:
+    except (OSError, ImportError) as error:
+        if isinstance(error, ImportError) and error.name != "zofftk._cpu_adam":
+            raise
         print(f"zofftk: error: {error}", file=sys.stderr)
         return OPERATION_FAILED
     except KeyboardInterrupt:
@@ -112,6 +114,9 @@ def run_train(options: argparse.Namespace) -> int:
     folder = run_folder(given.get("out", Path("runs")), given.get("name"), config.preset)
     outputs = Outputs(folder=folder, save=given.get("save"), save_every=given.get("save_every"))
 
+    from zofftk.isa import check_isa
+
+    check_isa()
     from zofftk.train import train
 
     return train(config, outputs, resume=checkpoint)

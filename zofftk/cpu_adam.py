@@ -5,18 +5,13 @@ coefficient, weight decay and the copy back to 16 bits are part of the pass. The
 instruction set, thread count and alignment.
 """
 
+import operator
+from typing import Any
+
 import torch
 
+from zofftk import _cpu_adam
 from zofftk.threads import usable_threads
-
-try:
-    from zofftk import _cpu_adam
-except ImportError as error:
-    raise ImportError(
-        "zofftk's compiled CPU Adam (zofftk._cpu_adam) is missing: the C++ kernel was not built for this Python. "
-        "Reinstall with a C++17 compiler and Python's headers present: "
-        "in the checkout, pip install --force-reinstall --no-deps ."
-    ) from error
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -52,7 +47,7 @@ def adamw_step(
     those written overlap no other.
 
     Raises:
-        TypeError: an argument is not a tensor, or has another dtype than listed.
+        TypeError: an argument is not a tensor or not a number, or has another dtype than listed.
         ValueError: device, layout, numel, overlap or a number is not as listed. Nothing has changed then.
     """
     _step(param, exp_avg, exp_avg_sq, grad, step, lr, betas, eps, weight_decay, grad_scale, out, threads, True)
@@ -80,14 +75,43 @@ def adam_step(
     _step(param, exp_avg, exp_avg_sq, grad, step, lr, betas, eps, weight_decay, grad_scale, out, threads, False)
 
 
-def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raise ValueError naming the first number that Adam cannot use."""
+def check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
+    """Raise ValueError (TypeError for what is no number) naming the first that Adam cannot use."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0.0:
+        if not as_number(name, value) >= 0.0:
             raise ValueError(f"{name}: expected 0 or more, got {value}")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas: expected two numbers, got {betas!r}")
     for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
+        if not 0.0 <= as_number(f"betas[{index}]", beta) < 1.0:
             raise ValueError(f"betas[{index}]: expected 0 <= beta < 1, got {beta}")
+
+
+def check_threads(threads: Any) -> int:
+    """The number of threads as an int; raises TypeError or ValueError where it cannot be one."""
+    return _whole("threads", threads, 31)
+
+
+def as_number(name: str, value: Any) -> float:
+    """Of anything but text that float() takes; raises TypeError."""
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{name}: expected a number, got {value!r}") from None
+
+
+def _whole(name: str, value: Any, bits: int) -> int:
+    try:
+        whole = operator.index(value)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+    if whole < 1:
+        raise ValueError(f"{name}: expected 1 or more, got {value}")
+    if whole >= 2**bits:
+        raise ValueError(f"{name}: expected less than 2**{bits}, got {value}")
+    return whole
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
@@ -127,8 +151,8 @@ def _step(
     decoupled: bool,
 ) -> None:
     check_hyperparameters(lr, betas, eps, weight_decay)
-    if step < 1:
-        raise ValueError(f"step: expected 1 or more, got {step}")
+    step, threads = _whole("step", step, 63), usable_threads() if threads is None else check_threads(threads)
+    grad_scale = as_number("grad_scale", grad_scale)
     numel = param.numel() if isinstance(param, torch.Tensor) else 0
     for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         _check_tensor(name, tensor, (torch.float32,), numel)
@@ -147,14 +171,14 @@ def _step(
         "" if out is None else DTYPE_NAMES[out.dtype],
         numel,
         step=step,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        weight_decay=weight_decay,
+        lr=float(lr),
+        beta1=float(betas[0]),
+        beta2=float(betas[1]),
+        eps=float(eps),
+        weight_decay=float(weight_decay),
         decoupled=decoupled,
         grad_scale=grad_scale,
-        threads=usable_threads() if threads is None else threads,
+        threads=threads,
     )
     for written in (param, exp_avg, exp_avg_sq, out):
         if written is not None and not written.is_inference():

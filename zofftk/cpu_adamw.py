@@ -1,15 +1,16 @@
 """``torch.optim.AdamW`` for parameters on the CPU, by the compiled kernel."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from zofftk.cpu_adam import DTYPE_NAMES, adamw_step, check_hyperparameters
+from zofftk.adamw_state import checked_states
+from zofftk.cpu_adam import DTYPE_NAMES, adamw_step, check_hyperparameters, check_threads
+from zofftk.memory_overlap import Place, overlapping, overlaps_itself
 
 # Options of torch.optim.AdamW that must keep their default here, and stay in the groups so that state dicts fit both.
 _FIXED = {"amsgrad": False, "capturable": False, "differentiable": False, "decoupled_weight_decay": True}
-_FLOAT_STATE = ("exp_avg", "exp_avg_sq", "master")
 
 
 class CPUAdamW(torch.optim.Optimizer):
@@ -32,7 +33,9 @@ class CPUAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: a number out of range, an unsupported option, or (in ``step``, before anything changes) a parameter
-            or gradient that is not a dense floating-point CPU tensor.
+            or gradient that is not a dense floating-point CPU tensor, or a parameter that shares memory with itself,
+            another parameter or a gradient.
+        TypeError: something that is not a number where one belongs.
     """
 
     threads: int | None = None  # on the class too: copies and unpickled optimizers carry groups and state only
@@ -53,8 +56,8 @@ class CPUAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         threads: int | None = None,
     ) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads: expected 1 or more, got {threads}")
+        if threads is not None:
+            threads = check_threads(threads)
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
         defaults |= dict(amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
         defaults |= dict(foreach=foreach, fused=fused, decoupled_weight_decay=True)
@@ -80,14 +83,14 @@ class CPUAdamW(torch.optim.Optimizer):
         """Load a state dict of this class or of ``torch.optim.AdamW``.
 
         Moments and masters stay or become float32 whatever the parameter's dtype; ``step`` may be a number or a
-        tensor of any dtype.
+        tensor of any dtype. What does not fit raises ValueError or TypeError, and nothing has changed then.
         """
-        loaded: dict[str, Any] = {}
+        states: dict[torch.Tensor, dict[str, Any]] = {}
 
         def look(_: torch.optim.Optimizer, seen: dict[str, Any]) -> None:
+            states.update(checked_states(seen, self.param_groups))
             for group in seen["param_groups"]:
-                _check_group(self.defaults | group)
-            loaded.update(seen)
+                _check_group(group)
 
         # Registered last, it sees what other hooks made of the dict, before torch casts it to the parameter's dtype.
         handle = self.register_load_state_dict_pre_hook(look)
@@ -95,19 +98,22 @@ class CPUAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        ids = [index for group in loaded["param_groups"] for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(ids, params, strict=True):
-            if index in loaded["state"]:
-                self.state[param] = _own_state(loaded["state"][index], param)
+        self.state.update(states)
 
     def _check_all(self) -> None:
+        places = []
         for number, group in enumerate(self.param_groups):
             _check_group(group)
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
+                name = names[index] if names else f"parameter {index} of group {number}"
                 if param.grad is not None:
-                    _check_pair(names[index] if names else f"parameter {index} of group {number}", param, param.grad)
+                    _check_pair(name, param, param.grad)
+                    places.append(Place(f"gradient of {name}", param.grad, written=False))
+                if _has_memory(param):
+                    places.append(Place(name, param, written=True))
+        if (both := overlapping(places)) is not None:
+            raise ValueError(f"{both[0].name} and {both[1].name}: expected memory of their own, they share some")
 
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[param]
@@ -122,6 +128,7 @@ class CPUAdamW(torch.optim.Optimizer):
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self._state_of(param)
         is_narrow = param.dtype != torch.float32
+        grad = grad.resolve_neg()
         tensors = [state["master"] if is_narrow else param, state["exp_avg"], state["exp_avg_sq"], grad]
         if is_narrow:
             tensors.append(param)
@@ -135,7 +142,7 @@ class CPUAdamW(torch.optim.Optimizer):
             betas=(float(group["betas"][0]), float(group["betas"][1])),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            grad_scale=-1.0 if group["maximize"] else 1.0,
+            grad_scale=-1.0 if group.get("maximize", False) else 1.0,
             threads=self.threads,
         )
         for tensor, updated in zip(tensors, flat, strict=True):
@@ -145,7 +152,7 @@ class CPUAdamW(torch.optim.Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    check_hyperparameters(float(group["lr"]), group["betas"], float(group["eps"]), float(group["weight_decay"]))
+    check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
     for name, supported in _FIXED.items():
         if bool(group.get(name, supported)) != supported:
             raise ValueError(f"{name}: CPUAdamW supports {supported} only, got {group[name]}")
@@ -159,25 +166,19 @@ def _check_pair(name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
             raise ValueError(f"{what}: expected a dense tensor, got layout {tensor.layout}")
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{what}: expected float32, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+            raise ValueError(f"{what}: expected values, its storage has been freed")
     if grad.shape != param.shape:
         raise ValueError(f"gradient of {name}: expected shape {tuple(param.shape)}, got {tuple(grad.shape)}")
-    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
-        raise ValueError(f"{name}: expected elements of its own, got an expanded tensor with strides {param.stride()}")
+    if param.is_neg():
+        raise ValueError(f"{name}: expected a tensor of plain values, got a lazily negated view")
+    if overlaps_itself(param):
+        raise ValueError(f"{name}: expected elements of its own, got strides {param.stride()} that share some")
 
 
-def _own_state(saved: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    own = dict(saved)
-    if "step" in own:
-        own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32)
-    if param.dtype == torch.float32:
-        own.pop("master", None)  # the parameter is its own master
-    for name in _FLOAT_STATE:
-        if name in own:
-            value = cast(torch.Tensor, own[name]).detach()
-            if value.shape != param.shape:
-                raise ValueError(f"{name}: expected shape {tuple(param.shape)}, got {tuple(value.shape)}")
-            own[name] = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format).copy_(value)
-    return own
+def _has_memory(param: torch.Tensor) -> bool:
+    on_cpu = param.device.type == "cpu" and param.layout == torch.strided
+    return on_cpu and param.untyped_storage().nbytes() > 0
 
 
 def _flat_in_step(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -56,6 +56,9 @@ def check_cpu_adam() -> Check:
     try:
         cpu_adam = importlib.import_module("zofftk._cpu_adam")
         return Check("CPU Adam", f"{cpu_adam.isa()} (this CPU can: {', '.join(cpu_adam.available_isas())})")
+    except (ValueError, RuntimeError) as error:
+        advice = "set ZOFFTK_ISA to one that this CPU has, or unset it"
+        return Check("CPU Adam", f"not usable: {error}", advice, required=True)
     except (ImportError, AttributeError) as error:
         advice = "build the extension with a C++17 compiler: in the checkout, pip install --force-reinstall --no-deps ."
         return Check("CPU Adam", f"not usable: {error}", advice, required=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zofftk.atomic_file import replacing
+
 MAX_SPANS = 100_000  # the oldest go first: a run of any length keeps bounded memory
 
 
@@ -58,7 +60,9 @@ class Trace:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the spans as a Chrome trace (chrome://tracing, Perfetto); timestamps in microseconds from the first."""
-        Path(path).write_text(json.dumps({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}))
+        text = json.dumps({"traceEvents": list(self._events()), "displayTimeUnit": "ms"})
+        with replacing(Path(path)) as file:
+            file.write(text.encode())
 
     def _events(self) -> Iterator[dict[str, Any]]:
         first_s = min((span.start_s for span in self.spans), default=0.0)

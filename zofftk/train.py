@@ -3,6 +3,7 @@
 import math
 import shlex
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from zofftk.gpt import build_gpt
 from zofftk.host_memory import usable_memory
 from zofftk.interrupt import stop_on_interrupt
 from zofftk.loss_curve import draw_loss_curve
-from zofftk.outputs import Outputs
+from zofftk.outputs import RESULTS, Outputs
 from zofftk.progress import open_progress
 from zofftk.run_record import describe_run, write_record
 from zofftk.summary import print_summary
@@ -65,23 +66,39 @@ def train(
     if config.dtype == "fp16":
         say(console, "fp16 without a loss scaler: small gradients become 0, overflowing steps are skipped; prefer bf16")
     outputs.folder.mkdir(parents=True, exist_ok=True)
+    failures = []
     with closing(training.optimizer):
         interrupted = run_steps(training, outputs, console)
-        if interrupted or outputs.save or outputs.save_every:
-            save_checkpoint(outputs.checkpoint, snapshot(training))
-        write_results(training, outputs, record)
-        if interrupted:
-            say(console, f"Stopped after step {training.step} of {config.steps}. To go on:")
+        wanted = interrupted or outputs.save is not None or outputs.save_every is not None
+        saved = wanted and try_to(failures, save_checkpoint, outputs.checkpoint, snapshot(training))
+        written = write_results(training, outputs, record, failures)
+        if not interrupted:
+            print_summary(console, training.optimizer.report(), training.samples)
+    if written:
+        say(console, f"Written to {outputs.folder}: {', '.join(written)} (timeline.json opens in ui.perfetto.dev)")
+    if interrupted:
+        say(console, f"Stopped after step {training.step} of {config.steps}.{' To go on:' if saved else ''}")
+        if saved:
             say(console, f"  zofftk train --resume {shlex.quote(str(outputs.checkpoint))}")
-            return INTERRUPTED
-        print_summary(console, training.optimizer.report(), training.samples)
-    say(console, f"Written to {outputs.folder}: record.json, loss.png, timeline.json (opens in ui.perfetto.dev)")
-    return 0
+    if failures:
+        raise OSError("; ".join(map(str, failures)))
+    return INTERRUPTED if interrupted else 0
+
+
+def try_to(failures: list[OSError], write: Callable[..., None], *arguments: Any) -> bool:
+    """Writes one file of the run; one that cannot be written must not keep the others from being written."""
+    try:
+        write(*arguments)
+    except OSError as error:
+        failures.append(error)
+        return False
+    return True
 
 
 def say(console: Console, line: str) -> None:
     """Prints a line as it is: unbroken, and without reading brackets in a path as markup."""
-    console.print(line, soft_wrap=True, highlight=False, markup=False)
+    encodable = line.encode(errors="backslashreplace").decode()
+    console.print(encodable, soft_wrap=True, highlight=False, markup=False)
 
 
 def prepare(config: TrainConfig, resume: Checkpoint | None) -> Training:
@@ -126,6 +143,21 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
         raise InputError(
             f"--preset: expected a model that fits {usable:.1f} GiB of memory, {config.preset} needs {needed:.1f}"
         )
+    if device.type == "cuda":
+        usable = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if (needed := step_bytes(config) / 2**30) > usable:
+        raise InputError(
+            f"--batch-size: expected a batch that fits {usable:.1f} GiB of memory, {config.batch_size} sequences of "
+            f"{config.seq_len} tokens need at least {needed:.1f}"
+        )
+
+
+def step_bytes(config: TrainConfig) -> int:
+    """What forward keeps for backward, at the least: the logits (and in fp32, twice) and the layers' activations."""
+    model, itemsize = config.model, TORCH_DTYPES[config.dtype].itemsize
+    kept_per_layer = 1 if model.recompute else 16  # tensors of the hidden size
+    per_token = model.vocab * (itemsize + 8) + model.layers * kept_per_layer * model.hidden * itemsize
+    return config.batch_size * config.seq_len * per_token
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> "OffloadAdamW":
@@ -177,7 +209,9 @@ def run_steps(training: Training, outputs: Outputs, console: Console) -> bool:
             training.samples.append(train_step(training))
             show(training.samples[-1], config.batch_size * config.seq_len)
             if outputs.save_every and training.step % outputs.save_every == 0:
-                save_checkpoint(outputs.checkpoint, snapshot(training))
+                failures = []
+                if not try_to(failures, save_checkpoint, outputs.checkpoint, snapshot(training)):
+                    say(console, f"warning: no checkpoint after step {training.step}, going on: {failures[0]}")
     return training.step < config.steps
 
 
@@ -224,8 +258,16 @@ def snapshot(training: Training) -> Checkpoint:
     )
 
 
-def write_results(training: Training, outputs: Outputs, record: dict[str, Any]) -> None:
-    report = asdict(training.optimizer.report())
-    write_record(outputs.folder / "record.json", record | {"report": report, "samples": training.samples})
-    draw_loss_curve(outputs.folder / "loss.png", training.samples)
-    training.optimizer.write_trace(outputs.folder / "timeline.json")
+def write_results(
+    training: Training, outputs: Outputs, record: dict[str, Any], failures: list[OSError]
+) -> Sequence[str]:
+    """Record, picture and timeline; returns the names of those that could be written."""
+    whole_record = record | {"report": asdict(training.optimizer.report()), "samples": training.samples}
+    writers: tuple[Callable[[Path], None], ...] = (
+        lambda path: write_record(path, whole_record),
+        lambda path: draw_loss_curve(path, training.samples),
+        training.optimizer.write_trace,
+    )
+    return [
+        name for name, write in zip(RESULTS, writers, strict=True) if try_to(failures, write, outputs.folder / name)
+    ]

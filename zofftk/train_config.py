@@ -31,7 +31,9 @@ class TrainConfig:
         find_preset(self.preset)
         for name in ("steps", "batch_size", "seq_len"):
             _expect(getattr(self, name) >= 1, name, "a whole number of at least 1", getattr(self, name))
+            _expect(getattr(self, name) < 2**63, name, "a whole number below 2**63", getattr(self, name))
         _expect(self.seed >= 0, "seed", "a whole number of at least 0", self.seed)
+        _expect(self.seed < 2**64, "seed", "a whole number below 2**64", self.seed)
         for name in ("lr", "max_grad_norm"):
             value = getattr(self, name)
             _expect(math.isfinite(value) and value > 0, name, "a finite number above 0", value)

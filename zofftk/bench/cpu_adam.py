@@ -21,7 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from zofftk import _cpu_adam
+from zofftk.atomic_file import replacing
 from zofftk.cpu_adam import adamw_step
+from zofftk.errors import InputError
+from zofftk.host_memory import usable_memory
+from zofftk.isa import check_isa
+from zofftk.outputs import check_file
 from zofftk.threads import usable_threads
 
 HUGE_PAGE = 1 << 21
@@ -30,6 +35,8 @@ OPTIONS: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_dec
 # find the cores free.
 SPIN_S = 0.05
 NOISY_SPREAD = 0.25
+BYTES_PER_PARAM = 30  # the buffers, and what torch's loops allocate in passing
+MOST_THREADS = 1024
 OURS, FUSED_AND_CASTS = "zofftk", "torch fused + 2 casts"
 
 
@@ -37,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``zofftk bench cpu-adam``."""
     parser.add_argument("--numel", type=_numel, nargs="+", default=[64_000_000], help="parameters (default: 64e6)")
     parser.add_argument("--repeats", type=_positive, default=9, help="timed turns of each competitor (default: 9)")
-    parser.add_argument("--threads", type=_positive, help="threads for all (default: all this process may use)")
+    parser.add_argument("--threads", type=_threads, help="threads for all (default: all this process may use)")
     parser.add_argument("--json", type=Path, default=None, help="write every raw sample and the environment here")
 
 
@@ -57,8 +64,27 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _threads(text: str) -> int:
+    if (value := _positive(text)) > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_THREADS}, got {text}")
+    return value
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises InputError for what would fail only after minutes of measuring."""
+    check_isa()
+    if args.json is not None:
+        if not args.json.absolute().parent.is_dir():
+            raise InputError(f"--json: expected a file in a folder that exists, got {args.json}")
+        check_file(args.json, "--json")
+    needed, usable = max(args.numel) * BYTES_PER_PARAM / 2**30, usable_memory() / 2**30
+    if needed > usable:
+        raise InputError(f"--numel: expected at most {usable:.1f} GiB of memory, {max(args.numel)} needs {needed:.1f}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Time every competitor at every size, print a table each and write the record; returns the exit code."""
+    _check(args)
     threads = args.threads or usable_threads()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -77,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(before)
     if args.json is not None:
-        args.json.write_text(json.dumps(dict(environment=environment(threads), results=results), indent=1) + "\n")
+        text = json.dumps(dict(environment=environment(threads), results=results), indent=1) + "\n"
+        with replacing(args.json) as file:
+            file.write(text.encode())
     return 0
 
 
