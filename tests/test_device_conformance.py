@@ -14,7 +14,7 @@ from tests.fake_cuda import FakeRuntime
 from zofftk.device import host_kernels
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Placement, Run
 from zofftk.device.clock import RaceError
-from zofftk.device.cuda import CudaDevice
+from zofftk.device.cuda import CudaDevice, open_cuda_device
 from zofftk.device.emulated import EmulatedDevice
 from zofftk.layout import BLOCK_NUMEL, Piece
 
@@ -38,11 +38,31 @@ DEVICES = {
 }
 
 
-@pytest.fixture(params=sorted(DEVICES))
+def real_cuda():
+    return open_cuda_device(torch.device("cuda"), keep_spans=True, pinned_bytes=None)
+
+
+@pytest.fixture(
+    params=[
+        *sorted(DEVICES),
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+            ],
+        ),
+    ]
+)
 def device(request, no_threads_left):
-    device = DEVICES[request.param]()
+    device = {**DEVICES, "cuda": real_cuda}[request.param]()
     yield device
     device.close()
+
+
+def on(device, tensor):
+    """The tensor where the device's compute works, with its strides."""
+    return tensor.to(getattr(device, "_device", "cpu"))
 
 
 def fill(device, buffer, values):
@@ -56,6 +76,7 @@ def test_a_round_trip_through_the_link(device):
         torch.randn(0),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ]
+    tensors = [on(device, tensor) for tensor in tensors]
     pieces, offset = [], 64
     for tensor in tensors:
         pieces.append(Piece(0, 0, tensor.numel(), offset, len(pieces)))
@@ -84,7 +105,7 @@ def test_a_round_trip_through_the_link(device):
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
 def test_pack_casts_and_sums(device, wire):
-    tensor = torch.randn(2 * BLOCK_NUMEL + 100)
+    tensor = on(device, torch.randn(2 * BLOCK_NUMEL + 100))
     slot = device.buffer("slot", tensor.numel(), wire, "device")
     sums = device.buffer("sums", 3, torch.float64, "device")
     device.pack("pack", Placement([Piece(0, 0, tensor.numel(), 0, 0)]), [tensor], slot, sums)
@@ -94,15 +115,15 @@ def test_pack_casts_and_sums(device, wire):
 
 
 def test_a_part_of_a_strided_tensor_comes_back_in_its_place(device):
-    tensor = torch.zeros(30, 20).t()
+    tensor = on(device, torch.zeros(30, 20).t())
     slot = device.buffer("slot", 200, torch.float32, "device")
     sums = device.buffer("sums", 1, torch.float64, "device")
     placement = Placement([Piece(0, 100, 300, 0, 0)])
-    device.pack("pack", placement, [torch.arange(600.0)], slot, sums)
+    device.pack("pack", placement, [on(device, torch.arange(600.0))], slot, sums)
     device.copy_back("back", slot, placement, [tensor])
     expected = torch.zeros(600)
     expected[100:300] = torch.arange(100.0, 300.0)
-    assert_same_bits(tensor, expected.view(20, 30))
+    assert_same_bits(tensor.cpu(), expected.view(20, 30))
 
 
 def test_a_stream_works_in_order_and_streams_work_side_by_side(device):
@@ -127,7 +148,7 @@ def test_an_event_holds_a_stream_back(device):
     device.wait(UP, device.record(HOST), "filled")
     device.copy_up("up", slot, buffer, [Run(0, 1000)])
     device.synchronize(device.record(UP), "landed")
-    assert_same_bits(slot.tensor, torch.full((1000,), 3.0))
+    assert_same_bits(slot.tensor.cpu(), torch.full((1000,), 3.0))
 
 
 def test_a_missing_wait_fails_at_once(device):

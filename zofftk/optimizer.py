@@ -14,10 +14,10 @@ import torch
 from zofftk import hooks
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
+from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.base import Device
 from zofftk.device.emulated import EmulatedDevice
 from zofftk.engine import Engine, Gathered, Managed
-from zofftk.interrupts import interrupts_deferred
 from zofftk.report import StepReport
 from zofftk.standin import StandIn, StandInError
 from zofftk.state_dict import STATES, match_states

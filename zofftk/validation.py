@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import numbers
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zofftk.memory_overlap import Place, overlapping, overlaps_itself
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,17 +43,13 @@ def check_gradient(grad: torch.Tensor, name: str) -> None:
 
 def check_memory(params: list[torch.Tensor], names: list[str]) -> None:
     """No two elements of the parameters share memory: each has a master of its own that would overwrite the other."""
-    places = []
-    for param, name in zip(params, names, strict=True):
-        if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
+    real = [(param, name) for param, name in zip(params, names, strict=True) if not isinstance(param, FakeTensor)]
+    for param, name in real:
+        if overlaps_itself(param):
             raise ValueError(f"{name} is expanded, so that its elements share memory: expected a tensor of its own")
-        if param.numel() and param.device.type != "meta" and param.is_contiguous():
-            storage = param.untyped_storage()._cdata
-            start = param.storage_offset() * param.dtype.itemsize
-            places.append((storage, start, start + param.numel() * param.dtype.itemsize, name))
-    for (one, _, stop, name), (two, start, _, other) in itertools.pairwise(sorted(places)):
-        if one == two and start < stop:
-            raise ValueError(f"{name} and {other} share memory: expected one Parameter object for tied weights")
+    if pair := overlapping([Place(name, param, written=True) for param, name in real]):
+        one, other = sorted(place.name for place in pair)
+        raise ValueError(f"{one} and {other} share memory: expected one Parameter object for tied weights")
 
 
 def check_hyper(group: dict[str, Any]) -> None:
