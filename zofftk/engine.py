@@ -52,7 +52,7 @@ class Engine:
         self.updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot, in order
         self.in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()  # on their way up, in order
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
-        self.deliveries = 0
+        self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
         self.on_drop: Callable[[int], None] = lambda index: None  # a gathered gradient was dropped for a new one
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
@@ -61,8 +61,7 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         """Memory of the states, the wires, the statistics and, where there are any, the fp32 totals."""
-        totals = sum(bucket.total.nbytes for bucket in self.buckets if bucket.total is not None)
-        return sum(segment.nbytes for segment in self.segments) + totals
+        return sum(segment.host_bytes for segment in self.segments)
 
     def add(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[Managed]:
         """Take over parameters: lay them out, allocate their host memory, copy the masters."""
@@ -82,6 +81,7 @@ class Engine:
         self.buckets += segment.buckets
         for i, (tensor, name) in enumerate(zip(tensors, names, strict=True), first):
             self.managed.append(Managed(i, tensor, name, segment, [b for b in segment.buckets if i in b.pieces]))
+        self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:
             self.device.load(f"load: {bucket.label}", bucket.whole, self._tensors_of(bucket.whole), bucket.master)
@@ -97,9 +97,11 @@ class Engine:
         while self.inbox:
             with self._lock:
                 taken, self.inbox[:] = list(self.inbox), []
-                self.deliveries += 1
                 for index, grad in taken:
-                    if self.take(index, grad):
+                    managed = self.managed[index]
+                    if managed.gathered is not Gathered.LIVE:
+                        self._gather(managed, grad)
+                    elif self.take(index, grad):
                         self.on_drop(index)
 
     def take(self, index: int, grad: torch.Tensor) -> bool:
@@ -143,7 +145,7 @@ class Engine:
                 self._launch(bucket)
 
     def _land_before_backward(self, managed: Managed) -> None:
-        """Free the slots from parameters that no forward has read since the step."""
+        """Free the slots from what no forward has read since the step."""
         if any(bucket in self.in_flight or bucket in self.updated for bucket in managed.buckets):
             raise RuntimeError(
                 f"forward has used {managed.name} before its new value had arrived, so its hooks were not called: "
@@ -158,13 +160,12 @@ class Engine:
         if managed.gathered is not Gathered.LIVE:
             return
         managed.gathered = Gathered.NOTHING
+        self.outstanding[index] = 0
         self._norm_is_known = False
         managed.round = -1
         for bucket in managed.buckets:
             bucket.waiting.pop(index, None)
-            bucket.scale.pop(index, None)
-            for place in (bucket.on_wire, bucket.summed, bucket.zero):
-                place.discard(index)
+            bucket.forget({index})
 
     def close_round(self) -> None:
         """Send the buckets on their way that not all parameters of have arrived in."""
@@ -299,6 +300,7 @@ class Engine:
                 self.updated[bucket] = updated
         for managed in live:
             managed.gathered = Gathered.SPENT
+            self.outstanding[managed.index] = 0
         self._send()
         if not early:
             self.land_all()
@@ -321,10 +323,7 @@ class Engine:
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, bucket.exp_avg, bucket.exp_avg_sq, bucket.wire]
         self.device.host_task(f"adam: {bucket.label}", task, reads=reads, writes=writes)
-        for place in (bucket.on_wire, bucket.summed, bucket.zero):
-            place -= present
-        for index in present:
-            bucket.scale.pop(index, None)
+        bucket.forget(present)
         return Update(bucket, present, self.device.record(HOST))
 
     def _send(self) -> None:
@@ -392,9 +391,8 @@ class Engine:
         self.finish()
         master = managed.segment.view("master", index, managed.tensor.shape)
         value = managed.tensor.detach().to(master.device)
-        buckets = [bucket.master for bucket in managed.buckets]
-        self.device.touch(f"refresh {managed.name}", reads=buckets, writes=buckets)
-        wire = self.config.wire_dtype or managed.tensor.dtype
-        changed = master.to(wire).to(value.dtype) != value
+        masters = [bucket.master for bucket in managed.buckets]
+        self.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
+        changed = master.to(self.config.wire_dtype or value.dtype).to(value.dtype) != value
         master[changed] = value[changed].float()
         managed.version = managed.tensor._version

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zofftk.managed import Gathered
 from zofftk.validation import check_gradient
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
 
-INBOX_SIZE = 64  # gradients that are taken in one go
+INBOX_SIZE = 48  # gradients that are taken in one go
 LARGE_BYTES = 64 * 1024  # of a gradient that is worth a delivery of its own
 
 
@@ -32,13 +31,10 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
     reference = weakref.ref(taker)
     inbox = taker.inbox
     strided = torch.strided
-    live = Gathered.LIVE
+    outstanding = taker.outstanding
     is_large = param.numel() * param.dtype.itemsize >= LARGE_BYTES
 
-    last_delivery = -1  # the inbox's, when this hook last put something into it
-
     def hook(param: torch.Tensor) -> None:
-        nonlocal last_delivery
         grad = param.grad
         taker = reference()
         if taker is None or grad is None or grad is stand_ins[index]:
@@ -47,11 +43,10 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
             param.grad = None
             check_gradient(grad, taker.name(index))
         inbox.append((index, grad))
-        replaces = taker.managed[index].gathered is live or last_delivery == taker.deliveries
-        last_delivery = taker.deliveries
         # At once also where it replaces one that was gathered, and where new values are still to land.
-        if is_large or len(inbox) >= INBOX_SIZE or replaces or taker.in_flight:
+        if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or taker.in_flight:
             taker.deliver()
+        outstanding[index] = 1
         param.grad = stand_ins[index]
 
     return param.register_post_accumulate_grad_hook(hook)

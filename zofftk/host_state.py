@@ -42,6 +42,13 @@ class HostBucket:
         self.whole = Placement(self.bucket.pieces)
         self._whole_runs = self.runs(set(self.pieces)), self.block_runs(set(self.pieces))
 
+    def forget(self, params: set[int]) -> None:
+        """Nothing has been gathered of `params` any more."""
+        for place in (self.on_wire, self.summed, self.zero):
+            place -= params
+        for param in params:
+            self.scale.pop(param, None)
+
     def gradient_source(self, param: int) -> Buffer:
         """Where the gradient of a parameter has been gathered."""
         return self.total if param in self.summed and self.total is not None else self.wire
@@ -97,6 +104,11 @@ class HostSegment:
     arenas: dict[str, torch.Tensor]  # master, exp_avg, exp_avg_sq
     square_sums: torch.Tensor
     nbytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """With the fp32 totals, where there are any."""
+        return self.nbytes + sum(bucket.total.nbytes for bucket in self.buckets if bucket.total is not None)
 
     def view(self, state: str, param: int, shape: torch.Size) -> torch.Tensor:
         """One state of one parameter, row-major, in the parameter's shape."""
