@@ -20,12 +20,19 @@ def describe_run(config: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Everything about a run that is known before its first step."""
     return {
         "schema": SCHEMA,
-        "command": shlex.join(sys.argv),
+        "command": _command(),
         "config": config,
         "git": git_state(Path(__file__).parent),
         "versions": {"python": platform.python_version()} | _package_versions(),
         "hardware": hardware(),
     } | more
+
+
+def _command() -> str:
+    """As it was typed, without the folders the program lies in."""
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return " ".join([name, shlex.join(sys.argv[1:])]).strip()
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
