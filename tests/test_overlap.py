@@ -289,3 +289,59 @@ def test_wrong_arguments():
     with pytest.raises(TypeError, match="expects a torch module, got generator"):
         zofftk.offload(layer.parameters(), opt)
     opt.close()
+
+
+def test_a_layer_that_is_added_later_is_waited_for():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(8, 8), None
+
+        def forward(self, x):
+            return self.last(self.first(x) if self.first is not None else x)
+
+    def train(hand_over):
+        torch.manual_seed(0)
+        model = Grows()
+        opt = zofftk.OffloadAdamW(model.parameters(), lr=0.1, bucket_bytes=1, device=SlowUpdates())
+        if hand_over:
+            zofftk.offload(model, opt)
+        losses = []
+        for step in range(5):
+            loss = model(torch.ones(2, 8)).square().mean()
+            losses.append(loss.detach())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            if step == 1:
+                model.first = nn.Linear(8, 8)
+                opt.add_param_group({"params": [*model.first.parameters()]})
+        opt.close()
+        return torch.stack(losses)
+
+    assert_same_bits(train(True), train(False))
+
+
+def test_a_part_of_a_state_dict_holds_the_new_values():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    opt = zofftk.OffloadAdamW(model.parameters(), lr=0.1, device=SlowUpdates())
+    zofftk.offload(model, opt)
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    weight = model[0].state_dict()["weight"].clone()
+    opt.synchronize()
+    assert_same_bits(weight, model[0].weight.detach())
+    opt.close()
+
+
+def test_the_model_works_on_after_close():
+    model = nn.Sequential(nn.Linear(8, 8))
+    opt = zofftk.OffloadAdamW(model.parameters(), lr=0.1, device=SlowUpdates())
+    handle = zofftk.offload(model, opt)
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    opt.close()
+    model(torch.ones(1, 8))
+    model.state_dict()
+    handle.remove()
+    model(torch.ones(1, 8))

@@ -96,7 +96,8 @@ class Engine:
         """Take what the hooks have put into the inbox."""
         while self.inbox:
             with self._lock:
-                taken, self.inbox[:] = list(self.inbox), []
+                taken = self.inbox[:]
+                del self.inbox[: len(taken)]  # a hook in another thread may have added to it in between
                 for index, grad in taken:
                     managed = self.managed[index]
                     if managed.gathered is not Gathered.LIVE:
@@ -350,7 +351,7 @@ class Engine:
             self._land_next()
 
     def _land_next(self) -> None:
-        bucket, arrival = self.in_flight.popitem(last=False)
+        bucket, arrival = next(iter(self.in_flight.items()))
         self.device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
         placement = bucket.placement(arrival.update.present)
         tensors = self._tensors_of(placement)
@@ -365,6 +366,7 @@ class Engine:
         self.device.copy_back(f"copy back: {bucket.label}", data, placement, tensors)
         for piece, tensor in zip(placement.pieces, tensors, strict=True):
             self.managed[piece.param].version = tensor._version
+        del self.in_flight[bucket]
         self.ring.release(arrival.slot, self.device.record(COMPUTE))
         self._send()
 

@@ -101,9 +101,8 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _manage(self, params: list[torch.Tensor]) -> None:
         """Give `params` their place on the host, and the trainable ones their hook."""
-        engine = self._require_engine()
+        engine, names = self._require_engine(), self._names()
         new = [param for param in params if id(param) not in self._managed]
-        names = self._names()
         for managed in engine.add(new, [names[id(param)] for param in new]):
             self._managed[id(managed.tensor)] = managed
             self._stand_ins.append(self._new_stand_in(managed))
@@ -244,10 +243,11 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def land(self, param: torch.Tensor | None = None) -> None:
         """`param`, or every parameter, is about to be read: compute goes on when its new value is there."""
-        if param is None:
-            self._require_engine().land_all()
-        elif (managed := self._managed.get(id(param))) is not None:
-            self._require_engine().land(managed.index)
+        engine, managed = self._engine, self._managed.get(id(param))
+        if engine is not None and param is None:
+            engine.land_all()
+        elif engine is not None and managed is not None:  # where it is closed, all has landed
+            engine.land(managed.index)
 
     def synchronize(self) -> None:
         """Every parameter and every state holds the values of the last step. Only needed after `offload`."""

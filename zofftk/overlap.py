@@ -28,8 +28,10 @@ def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
     `optimizer.synchronize()` before. The results have the same bits as without.
 
     A submodule that was compiled before waits for all of its parameters where it is entered, and a model that was
-    compiled before does so as a whole. A module compiled in place (`module.compile()`) ignores hooks added later; a
-    model that holds one is left as it is, which is logged once.
+    compiled before does so as a whole. A module that is called in a forward and whose weights the same forward also
+    reads directly, before that call, would give the reader old values: leave such a model as it is
+    (`zofftk.checked.CheckedAccess` finds such reads). A module compiled in place (`module.compile()`) ignores hooks
+    added later; a model that holds one is left as it is, which is logged once.
 
     Args:
         model: the root, whose forward is called.
@@ -51,15 +53,14 @@ def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
 
 
 class ForwardOverlap:
-    """The hooks on a model, and which of its modules have been seen to be called."""
+    """The hooks on a model, and which of its parameters a module waits for."""
 
     def __init__(self, model: nn.Module, optimizer: OffloadAdamW) -> None:
         self._optimizer = optimizer
         self._model = model
         self._inside = False  # the root's forward
-        self._called: set[nn.Module] = set()
+        self._covered: set[int] = set()  # ids of parameters whose module has been seen to be called
         self._units = dict(_units(model))
-        self._at_root: list[torch.Tensor] = list(model.parameters())
         self._hooks: list[RemovableHandle] = []
         in_place = [name for name, module in model.named_modules() if _is_compiled_in_place(module)]
         if in_place:
@@ -73,7 +74,8 @@ class ForwardOverlap:
             self._hooks.append(module.register_forward_pre_hook(self._hook(self._enter), prepend=True))
         self._hooks.append(model.register_forward_pre_hook(self._hook(self._enter_root), prepend=True))
         self._hooks.append(model.register_forward_hook(self._hook(self._leave_root), always_call=True))
-        self._hooks.append(model.register_state_dict_pre_hook(self._hook(lambda module: optimizer.synchronize())))
+        for module in model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(self._hook(lambda module: optimizer.land())))
         optimizer.returns_early = True
 
     def _hook(self, wait: Callable[[nn.Module], None]) -> Callable[..., Any]:
@@ -85,28 +87,29 @@ class ForwardOverlap:
 
     def _enter_root(self, module: nn.Module) -> None:
         self._inside = True
-        for param in self._at_root:
-            self._optimizer.land(param)
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:  # with those that were added after the model was handed over
+                if id(param) not in self._covered:
+                    self._optimizer.land(param)
 
     def _leave_root(self, module: nn.Module) -> None:
         self._inside = False
-        self._at_root = [param for unit, params in self._units.items() if unit not in self._called for param in params]
 
     def _enter(self, module: nn.Module) -> None:
         if not self._inside and module is not self._model:
             self._optimizer.land()  # a part of the model is used alone
             return
-        self._called.add(module)
         for param in self._units[module]:
+            self._covered.add(id(param))
             self._optimizer.land(param)
 
     def remove(self) -> None:
-        """Take the hooks off; `step()` waits for the update again."""
+        """Take the hooks off; `step()` waits for the update again. Also after the optimizer was closed."""
         self._optimizer.returns_early = False
-        self._optimizer.synchronize()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._optimizer.land()
 
 
 def _units(module: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
