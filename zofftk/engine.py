@@ -351,13 +351,14 @@ class Engine:
             self._land_next()
 
     def _land_next(self) -> None:
-        bucket, arrival = next(iter(self.in_flight.items()))
+        bucket, arrival = self.in_flight.popitem(last=False)
         self.device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
         placement = bucket.placement(arrival.update.present)
         tensors = self._tensors_of(placement)
         for piece, tensor in zip(placement.pieces, tensors, strict=True):
             managed = self.managed[piece.param]
             if tensor._version != managed.version:
+                self.in_flight = OrderedDict([(bucket, arrival), *self.in_flight.items()])  # it is still to land
                 raise RuntimeError(
                     f"{managed.name} was written to after step() and before its new value had arrived: "
                     "call synchronize() on the optimizer before changing parameters"
@@ -366,7 +367,6 @@ class Engine:
         self.device.copy_back(f"copy back: {bucket.label}", data, placement, tensors)
         for piece, tensor in zip(placement.pieces, tensors, strict=True):
             self.managed[piece.param].version = tensor._version
-        del self.in_flight[bucket]
         self.ring.release(arrival.slot, self.device.record(COMPUTE))
         self._send()
 
