@@ -71,12 +71,12 @@ def make_params(number: int) -> list[torch.nn.Parameter]:
 def leave_no_stand_in(optimizer: zofftk.OffloadAdamW) -> None:
     """The hooks do all their work, but `p.grad` is left empty."""
     engine = optimizer._require_engine()
-    for hook in optimizer._hooks.values():
+    for hook in optimizer._stand_ins.hooks.values():
         hook.remove()
     nothing: list[torch.Tensor | None] = [None] * len(engine.managed)
     for managed in engine.managed:
         hook = hooks.attach(engine, managed.index, managed.tensor, nothing)
-        optimizer._hooks[managed.index] = hook
+        optimizer._stand_ins.hooks[managed.index] = hook
 
 
 def timed_backward(params: list[torch.nn.Parameter]) -> float:

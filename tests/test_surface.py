@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_public_names_are_these():
-    assert zofftk.__all__ == ["CPUAdamW", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
+    assert zofftk.__all__ == ["CPUAdamW", "LossScale", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
     for name in zofftk.__all__:
         assert getattr(zofftk, name).__doc__
 

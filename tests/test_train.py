@@ -1,5 +1,6 @@
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ from zofftk.cli import main
 from zofftk.errors import InputError
 from zofftk.outputs import Outputs, run_folder
 from zofftk.progress import open_progress
-from zofftk.train import lr_factor, step_bytes, train
+from zofftk.train import lr_factor, prepare, step_bytes, train, train_step
 from zofftk.train_config import TrainConfig
 
 STEPS = 6
@@ -183,10 +184,24 @@ def test_progress_shows_loss_rate_and_time_left(terminal):
         assert part in shown
 
 
-def test_fp16_says_what_it_lacks(text, tmp_path):
-    console = Console(file=StringIO(), width=200)
-    assert train(config_of(text, dtype="fp16", steps=2), Outputs(folder=tmp_path / "run"), console=console) == 0
-    assert "without a loss scaler" in console.file.getvalue()
+def test_fp16_scales_its_loss_and_a_skipped_step_leaves_the_schedule(text, tmp_path):
+    config = config_of(text, dtype="fp16", steps=6)
+    training = prepare(config, None)
+    training.optimizer._scale.value = training.optimizer._engine.loss_scale = 2.0**40  # overflows for a while
+    rates, scales = [], []
+    for _ in range(40):
+        rates.append(training.schedule.get_last_lr()[0])
+        sample = train_step(training)
+        scales.append(training.optimizer.loss_scale)
+        if not training.optimizer.last_step_skipped:
+            break
+    training.optimizer.close()
+    skipped = training.optimizer.skipped_steps
+    assert 10 < skipped < 39
+    assert scales == [2.0 ** (39 - k) for k in range(skipped)] + [2.0 ** (40 - skipped)]
+    assert len(set(rates)) == 1  # the schedule waited
+    assert training.schedule.last_epoch == 1
+    assert math.isfinite(sample["grad_norm"])
 
 
 @pytest.mark.parametrize(

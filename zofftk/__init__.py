@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from zofftk import cpu_adam as cpu_adam
     from zofftk.config import OffloadConfig as OffloadConfig
     from zofftk.cpu_adamw import CPUAdamW as CPUAdamW
+    from zofftk.loss_scale import LossScale as LossScale
     from zofftk.optimizer import OffloadAdamW as OffloadAdamW
     from zofftk.overlap import offload as offload
 
-__all__ = ["CPUAdamW", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
+__all__ = ["CPUAdamW", "LossScale", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
 
 _HOMES = {
     "CPUAdamW": "zofftk.cpu_adamw",
+    "LossScale": "zofftk.loss_scale",
     "OffloadAdamW": "zofftk.optimizer",
     "OffloadConfig": "zofftk.config",
     "offload": "zofftk.overlap",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zofftk.loss_scale import LossScale
+
 if TYPE_CHECKING:
     from zofftk.device.base import Device
 
@@ -27,6 +29,8 @@ class OffloadConfig:
             None: an eighth of what the parameters send, between 256 KiB and 16 MiB.
         staging_slots: bucket-sized buffers on the device, shared by both directions; 2 or more let copies overlap.
         wire_dtype: dtype on the link; None: each parameter's own (so fp32 parameters move 4 + 4 bytes).
+        loss_scale: factor on the loss, for fp16: a `LossScale` that adapts, or a number; see `opt.scale_loss`. Norms
+            and clipping see the true gradient.
         threads: threads of the update; None: as many as the process may use.
         pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.
         device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
@@ -37,6 +41,7 @@ class OffloadConfig:
     bucket_bytes: int | None = None
     staging_slots: int = 3
     wire_dtype: torch.dtype | None = None
+    loss_scale: LossScale | float | None = None
     threads: int | None = None
     pinned_bytes: int | None = None
     device: Device | None = None
@@ -51,6 +56,9 @@ class OffloadConfig:
             raise ValueError(f"staging_slots must be 1 or more, got {self.staging_slots!r}")
         if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be one of {_names(WIRE_DTYPES)} or None, got {self.wire_dtype!r}")
+        scale = self.loss_scale
+        if not (scale is None or isinstance(scale, LossScale) or (_is_number(scale) and scale > 0)):
+            raise ValueError(f"loss_scale must be a LossScale, a positive number or None, got {scale!r}")
         if self.threads is not None and (not _is_integer(self.threads) or not 1 <= self.threads <= MAX_THREADS):
             raise ValueError(f"threads must be from 1 to {MAX_THREADS}, or None, got {self.threads!r}")
 

@@ -29,10 +29,10 @@ import torch
 from zofftk import clipping, update
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
-from zofftk.device.base import COMPUTE, DOWN, HOST, Device, Placement
+from zofftk.device.base import COMPUTE, DOWN, HOST, Buffer, Device, Placement
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
-from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
+from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
@@ -53,10 +53,11 @@ class Engine:
         self.way_up = WayUp(device, self.ring, self.managed)
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
         self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
-        self.on_drop: Callable[[int], None] = lambda index: None  # a gathered gradient was dropped for a new one
+        self.renew: Callable[[int], None] = lambda index: None  # have another stand-in for what comes
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
         self._norm_is_known = False
+        self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
         close_when_gone(self.way_up, device, (self.segments, self.ring))
 
     @property
@@ -80,8 +81,9 @@ class Engine:
         segment = allocate_segment(self.device, layout, len(self.buckets))
         self.segments.append(segment)
         self.buckets += segment.buckets
-        for i, (tensor, name) in enumerate(zip(tensors, names, strict=True), first):
-            self.managed.append(Managed(i, tensor, name, segment, [b for b in segment.buckets if i in b.pieces]))
+        for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
+            buckets = [bucket for bucket in segment.buckets if i in bucket.pieces]
+            self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire))
         self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:
@@ -104,7 +106,7 @@ class Engine:
                     if managed.gathered is not Gathered.LIVE:
                         self._gather(managed, grad)
                     elif self.take(index, grad):
-                        self.on_drop(index)
+                        self.renew(index)
 
     def take(self, index: int, grad: torch.Tensor) -> bool:
         """`grad` is all of the gradient, and the engine's own; says whether something gathered was dropped for it."""
@@ -134,26 +136,36 @@ class Engine:
                     bucket.waiting[index] = own
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
-        if self.way_up.in_flight:
-            self._land_before_backward(managed)
+        self.way_up.land_before_backward(managed)
         if managed.round == self._round:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
         managed.gathered = Gathered.LIVE
         self._norm_is_known = False
+        if grad.dtype is not managed.wire and self._add_wide(managed, grad):
+            return
         for bucket in managed.buckets:
             bucket.waiting[managed.index] = grad
             if len(bucket.waiting) == len(bucket.pieces):
                 self._launch(bucket)
 
-    def _land_before_backward(self, managed: Managed) -> None:
-        """Free the slots from what no forward has read since the step."""
-        if self.way_up.is_under_way(managed):
-            raise RuntimeError(
-                f"forward has used {managed.name} before its new value had arrived, through code that torch does not "
-                "see and without calling its module: call synchronize() on the optimizer after step()"
-            )
-        self.way_up.land_all()
+    def _add_wide(self, managed: Managed, grad: torch.Tensor) -> bool:
+        """A gradient that the wire would round goes into the fp32 totals, past the buckets; says whether it is one."""
+        if self.config.wire_dtype or torch.promote_types(grad.dtype, managed.wire) == managed.wire:
+            return False
+        for bucket in managed.buckets:
+            piece = bucket.pieces[managed.index]
+            if managed.index in bucket.on_wire or managed.index in bucket.scale:
+                self._add_to_total(bucket)
+            part = self.device.buffer(f"gradient of {managed.name}", piece.numel, torch.float32, "host")
+            placement = Placement([Piece(piece.param, piece.start, piece.stop, 0, 0)])
+            self.device.load(f"load: gradient of {managed.name}", placement, [grad], part)
+            total = self._total(bucket)
+            task = update.add_part(bucket, piece, part, self.threads)
+            self.device.host_task(f"sum: gradient of {managed.name}", task, reads=[part], writes=[total])
+            bucket.summed.add(managed.index)
+            bucket.zero.discard(managed.index)
+        return True
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
@@ -200,18 +212,22 @@ class Engine:
 
     def _add_to_total(self, bucket: HostBucket) -> None:
         """Free the wire for another gradient, or make the fp32 total complete."""
-        if bucket.total is None:
-            numel = bucket.bucket.numel
-            bucket.total = self.device.buffer(f"total of {bucket.label}", numel, torch.float32, "host", zero=True)
-        assert bucket.arrived is not None
+        total, wire = self._total(bucket), [bucket.wire] if bucket.on_wire else []
         task = update.add_to_total(bucket, self.threads)
-        self.device.wait(HOST, bucket.arrived, f"arrived in wire: {bucket.label} must be here before it is summed")
-        self.device.host_task(f"sum: {bucket.label}", task, reads=[bucket.wire], writes=[bucket.total])
+        if bucket.on_wire and bucket.arrived is not None:
+            self.device.wait(HOST, bucket.arrived, f"arrived in wire: {bucket.label} must be here before it is summed")
+        self.device.host_task(f"sum: {bucket.label}", task, reads=wire, writes=[total])
         bucket.summed |= bucket.on_wire
         bucket.on_wire = set()
         bucket.scale.clear()
         summed = self.device.record(HOST)
         self.device.wait(DOWN, summed, f"summed: {bucket.label} must have been read before it is overwritten")
+
+    def _total(self, bucket: HostBucket) -> Buffer:
+        if bucket.total is None:
+            numel = bucket.bucket.numel
+            bucket.total = self.device.buffer(f"total of {bucket.label}", numel, torch.float32, "host", zero=True)
+        return bucket.total
 
     # -- what a stand-in asks ----------------------------------------------------------------------------------
 
@@ -268,7 +284,7 @@ class Engine:
         self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
         for managed, square_sum in zip(self.managed, self.device.value("norm", self._norms), strict=True):
             if managed.gathered is Gathered.LIVE:
-                managed.square_sum = float(square_sum)
+                managed.square_sum = float(square_sum) / self.loss_scale**2
         self._norm_is_known = True
 
     def _total_statistics(self, bucket: HostBucket) -> None:
@@ -292,7 +308,7 @@ class Engine:
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
         if not math.isfinite(norm):
             return norm
-        coefficient = clipping.coefficient(norm, self.config.max_grad_norm)
+        coefficient = clipping.coefficient(norm, self.config.max_grad_norm) / self.loss_scale
         for managed in live:
             managed.step += 1
         threads = max(1, self.threads - 1) if early else self.threads  # beside compute, it leaves a core
@@ -345,7 +361,13 @@ class Engine:
         for bucket in managed.buckets:
             self.device.touch(f"read the gradient of {managed.name}", reads=[bucket.gradient_source(index)])
             bucket.read_gradient(index, flat)
-        return flat.view(managed.tensor.shape)
+        return flat.div_(self.loss_scale).view(managed.tensor.shape)
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gathered gradient is not finite."""
+        self._take_norms()
+        live = [managed for managed in self.managed if managed.gathered is Gathered.LIVE]
+        return [managed.name for managed in live if not math.isfinite(self._square_sum(managed))]
 
     def copied_gradient(self, index: int) -> torch.Tensor | None:
         """What a deep copy of the parameter has as its gradient."""
@@ -366,4 +388,4 @@ class Engine:
         self.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
         changed = master.to(self.config.wire_dtype or value.dtype).to(value.dtype) != value
         master[changed] = value[changed].float()
-        managed.version = managed.tensor._version
+        managed.note()

@@ -48,6 +48,11 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
         if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:
             taker.deliver()
         outstanding[index] = 1
-        param.grad = stand_ins[index]
+        try:
+            param.grad = stand_ins[index]
+        except RuntimeError:  # `model.bfloat16()`, or the like, has changed the parameter
+            taker.managed[index].check(param)
+            taker.renew(index)
+            param.grad = stand_ins[index]
 
     return param.register_post_accumulate_grad_hook(hook)

@@ -33,10 +33,38 @@ class Managed:
     round: int = -1  # the round its last gradient came in
     step: int = 0  # updates it has had
     square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled
-    version: int = field(init=False)  # of the tensor, after our last write
+    wire: torch.dtype = torch.float32  # its gradients' on the link
+    version: int = field(init=False)  # of the tensor, after our last write or look
+    place: tuple[int, torch.dtype] = field(init=False)  # its memory and dtype then
+    shape: torch.Size = field(init=False)
+    device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
+        self.shape, self.device = self.tensor.shape, self.tensor.device
+        self.note()
+
+    def note(self) -> None:
+        """The tensor is as the host's states say."""
         self.version = self.tensor._version
+        self.place = self.tensor.data_ptr(), self.tensor.dtype
+
+    @property
+    def is_edited(self) -> bool:
+        """Somebody has written into the tensor, or given it other memory or another dtype."""
+        return self.tensor._version != self.version or self.place != (self.tensor.data_ptr(), self.tensor.dtype)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raises where the engine cannot go on with `tensor`, which the parameter has become."""
+        built = "when the optimizer was built: build the optimizer after the change"
+        if tensor.shape != self.shape:
+            raise RuntimeError(f"{self.name} has shape {tuple(tensor.shape)}, it had {tuple(self.shape)} {built}")
+        if tensor.device != self.device:
+            raise RuntimeError(f"{self.name} is on {tensor.device}, it was on {self.device} {built}")
+        if tensor.dtype != self.place[1] and torch.promote_types(tensor.dtype, self.wire) != self.wire:
+            raise RuntimeError(
+                f"{self.name} is {tensor.dtype}, which does not fit into the {self.wire} its gradients and values "
+                f"travel in since it was {self.place[1]} {built}"
+            )
 
 
 @dataclass(frozen=True)

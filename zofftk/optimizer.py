@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from zofftk import hooks
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
+from zofftk.loss_scale import ScaleKeeper
+from zofftk.replaced import Replacements
 from zofftk.report import StepReport, report_of
-from zofftk.standin import StandIn, StandInError
+from zofftk.stand_ins import StandIns
 from zofftk.state_dict import STATES, match_states
 from zofftk.trace import Trace
 from zofftk.validation import check_gradient, check_hyper, check_memory, check_param, parameter_name
+
+logger = logging.getLogger("zofftk")
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -66,16 +68,16 @@ class OffloadAdamW(torch.optim.Optimizer):
         check_hyper(defaults)
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
-        self._stand_ins: list[StandIn] = []  # by index
-        self._hooks: dict[int, Any] = {}  # by index
+        self._replacements = Replacements(self._managed)
         self._steps = 0
-        self.skipped_steps = 0
+        self._scale = ScaleKeeper(merged.loss_scale)
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
         device = merged.device or device_for(self._all_params(), merged)
         self._engine = Engine(merged, device)
-        self._engine.on_drop = _renewer(self)
+        self._stand_ins = StandIns(self._engine)
+        self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
 
     # -- parameters --------------------------------------------------------------------------------------------
@@ -104,14 +106,12 @@ class OffloadAdamW(torch.optim.Optimizer):
         new = [param for param in params if id(param) not in self._managed]
         for managed in engine.add(new, [names[id(param)] for param in new]):
             self._managed[id(managed.tensor)] = managed
-            self._stand_ins.append(self._new_stand_in(managed))
+            self._stand_ins.add(managed)
             if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
                 self._load_state(managed, saved)
                 self._publish_state(managed)
         for param in params:
-            managed = self._managed[id(param)]
-            if param.requires_grad and managed.index not in self._hooks:
-                self._hooks[managed.index] = hooks.attach(engine, managed.index, param, self._stand_ins)
+            self._stand_ins.attach(self._managed[id(param)])
 
     def _names(self) -> dict[int, str]:
         return {
@@ -119,22 +119,6 @@ class OffloadAdamW(torch.optim.Optimizer):
             for number, group in enumerate(self.param_groups)
             for i, param in enumerate(group["params"])
         }
-
-    def _new_stand_in(self, managed: Managed) -> StandIn:
-        param = managed.tensor
-        if param.dtype == torch.float16 and hasattr(param, "grad_dtype"):
-            # A GradScaler refuses to unscale fp16 gradients, which could overflow; the engine scales in fp32.
-            param.grad_dtype = None
-            return StandIn(self._require_engine(), managed.index, param, torch.float32)
-        return StandIn(self._require_engine(), managed.index, param, param.dtype)
-
-    def renew_stand_in(self, index: int) -> None:
-        """What the stand-in stood for was dropped: whoever has kept it must not mistake it for the next gradient."""
-        managed, old = self._require_engine().managed[index], self._stand_ins[index]
-        new = self._stand_ins[index] = self._new_stand_in(managed)
-        if managed.tensor.grad is old:
-            managed.tensor.grad = new
-        old.index = -1
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -154,50 +138,51 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _step(self, engine: Engine) -> None:
         engine.deliver()
         engine.way_up.land_all()
+        self._adopt_replacements(engine)
         self._manage([param for param in self._all_params() if param.grad is not None])
-        self._collect_gradients(engine)
+        for managed in self._managed.values():
+            self._stand_ins.collect(managed)
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
             return
+        edited = [managed for managed in engine.managed if managed.is_edited]
+        for managed in edited:
+            managed.check(managed.tensor)
+        for managed in edited:
+            engine.refresh(managed.index)
         for managed in engine.managed:
             if managed.step and managed.tensor not in self.state:
                 self._load_state(managed, None)  # the user has deleted it: it starts anew
-            if managed.tensor._version != managed.version:
-                engine.refresh(managed.index)
         norm = engine.step(self._hypers(), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
         self.last_step_skipped = not math.isfinite(norm)
         if self.last_step_skipped:
-            self._count_skipped(norm)
+            self._scale.after_skip(norm, engine.not_finite(), stacklevel=6)  # the line that called step()
         else:
+            self._scale.after_step()
             self._publish_states(engine)
+        engine.loss_scale = self._scale.value
 
-    def _collect_gradients(self, engine: Engine) -> None:
-        """Make the engine's view agree with `p.grad`: dropped ones are forgotten, ones set by hand are taken."""
-        for param in self._all_params():
-            managed = self._managed.get(id(param))
-            if managed is None:
-                continue
-            grad = param.grad
-            if grad is None:
-                engine.forget(managed.index)
-            elif grad is self._stand_ins[managed.index]:
-                if managed.gathered is Gathered.SPENT:
-                    raise RuntimeError(
-                        f"step() has no gradient for {managed.name}: the last one was used by the step before. "
-                        "Call zero_grad() after each step"
-                    )
-            elif isinstance(grad, StandIn):
-                raise (
-                    grad.refuse("step()")
-                    if grad.index >= 0
-                    else StandInError(
-                        f"p.grad of {managed.name} was put aside and then replaced by another backward's: it is gone"
-                    )
-                )
-            else:
-                check_gradient(grad, managed.name)
-                engine.take(managed.index, grad.resolve_neg())
+    def _adopt_replacements(self, engine: Engine) -> None:
+        """A parameter that has taken the place of one of ours in its module is ours from now on."""
+        for known, new in list(self._replacements.pending().items()):
+            managed = self._managed[known]
+            if managed.gathered is Gathered.LIVE or not new.requires_grad:
+                continue  # the old one is still in use, or there is nothing to train
+            managed.check(new)
+            logger.warning("%s is another object now, which the optimizer goes on with", managed.name)
+            self._replacements.done(known)
+            self._adopt(managed, new)
+
+    def _adopt(self, managed: Managed, new: torch.Tensor) -> None:
+        old = managed.tensor
+        for group in self.param_groups:
+            group["params"] = [new if param is old else param for param in group["params"]]
+        if old in self.state:
+            self.state[new] = self.state.pop(old)
+        self._managed[id(new)] = self._managed.pop(id(old))
+        self._stand_ins.move(managed, new)
+        self._require_engine().refresh(managed.index)
 
     def _hypers(self) -> dict[int, Hyper]:
         hypers: dict[int, Hyper] = {}
@@ -208,12 +193,6 @@ class OffloadAdamW(torch.optim.Optimizer):
                 if (managed := self._managed.get(id(param))) is not None:
                     hypers[managed.index] = hyper
         return hypers
-
-    def _count_skipped(self, norm: float) -> None:
-        self.skipped_steps += 1
-        if self.skipped_steps == 1:
-            message = f"a step was skipped because the norm of the gradients is {norm}; skipped_steps counts them"
-            warnings.warn(message, RuntimeWarning, stacklevel=5)  # the line that called step()
 
     def _publish_states(self, engine: Engine) -> None:
         """Show the host's states of updated parameters in `state`, as views."""
@@ -237,7 +216,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             for managed in engine.managed:
                 if managed.gathered is Gathered.LIVE:
                     engine.forget(managed.index)
-                    self.renew_stand_in(managed.index)
+                    self._stand_ins.renew(managed.index)
         with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
             super().zero_grad(set_to_none)
 
@@ -257,6 +236,22 @@ class OffloadAdamW(torch.optim.Optimizer):
             engine.way_up.land_all()
             engine.finish()
 
+    # -- the loss scale ----------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on, times the loss scale of this step."""
+        return loss * self._scale.value
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the coming step; 1 where the option `loss_scale` was not given."""
+        return self._scale.value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far whose gradients were not finite; they changed nothing."""
+        return self._scale.skipped_steps
+
     # -- what can be asked -------------------------------------------------------------------------------------
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -267,6 +262,27 @@ class OffloadAdamW(torch.optim.Optimizer):
         engine = self._require_engine()
         engine.deliver()
         return engine.gradient(managed.index) if managed.gathered is Gathered.LIVE else None
+
+    def set_grad(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Have the next step use this gradient, in place of what was gathered; the counterpart of `grad`.
+
+        Args:
+            param: a trainable parameter of this optimizer.
+            grad: of its shape, any real floating-point dtype, on any device; it keeps its precision on the way. Not
+                scaled by a loss scale.
+        """
+        managed = self._managed.get(id(param))
+        if managed is None:
+            raise ValueError("set_grad() expects a trainable parameter of this optimizer")
+        if grad.shape != managed.shape:
+            raise ValueError(f"set_grad() expects a gradient of shape {tuple(managed.shape)}, got {tuple(grad.shape)}")
+        check_gradient(grad, managed.name)
+        engine = self._require_engine()
+        engine.deliver()
+        scale = self._scale.value
+        own = grad.detach().clone() if scale == 1.0 else grad.detach().float() * scale
+        engine.take(managed.index, own.to(managed.device))
+        self._stand_ins.put(managed.index)
 
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
@@ -302,13 +318,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._release(engine)
 
     def _release(self, engine: Engine) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        for managed, stand_in in zip(engine.managed, self._stand_ins, strict=True):
-            if managed.tensor.grad is stand_in:
-                managed.tensor.grad = None
-            if managed.tensor.dtype == torch.float16 and hasattr(managed.tensor, "grad_dtype"):
-                managed.tensor.grad_dtype = torch.float16
+        self._stand_ins.release()
         engine.device.close()
 
     def _require_engine(self) -> Engine:
@@ -319,10 +329,16 @@ class OffloadAdamW(torch.optim.Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """`torch.optim.AdamW`'s format, with the fp32 parameters beside the moments under `master`."""
+        """`torch.optim.AdamW`'s format, with the fp32 parameters beside the moments under `master`.
+
+        A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`.
+        """
         if self._engine is not None:
             self._engine.finish()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        if (scale := self._scale.state()) is not None:
+            state_dict["loss_scale"] = scale
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
@@ -338,6 +354,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._load_state(managed, saved.get(id(param)))
             elif id(param) in saved:
                 self.state[param] = dict(saved[id(param)])  # kept for when it is trained
+        self._scale.load(state_dict.get("loss_scale"))
+        engine.loss_scale = self._scale.value
         self._publish_states(engine)
 
     def _load_state(self, managed: Managed, saved: dict[str, Any] | None) -> None:
@@ -355,14 +373,3 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{type(self).__name__} cannot be pickled: it owns threads and memory; use its state_dict()")
-
-
-def _renewer(optimizer: OffloadAdamW) -> Callable[[int], None]:
-    """`renew_stand_in` without keeping the optimizer alive."""
-    reference = weakref.ref(optimizer)
-
-    def renew(index: int) -> None:
-        if (alive := reference()) is not None:
-            alive.renew_stand_in(index)
-
-    return renew

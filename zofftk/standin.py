@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree
 
+from zofftk.config import OffloadConfig
 from zofftk.validation import check_gradient
 
 aten = torch.ops.aten
@@ -24,6 +25,8 @@ class StandInError(RuntimeError):
 
 class GradientOwner(Protocol):
     """What a stand-in asks of the engine, by the parameter's index."""
+
+    config: OffloadConfig
 
     def name(self, index: int) -> str: ...
     def norm(self, index: int) -> float: ...
@@ -151,6 +154,14 @@ def _zero_(self: StandIn) -> StandIn:
     return self
 
 
+def _to_copy(self: StandIn, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> StandIn:
+    """`model.bfloat16()` and the like, which convert `p.grad` with the parameter."""
+    if device is not None and torch.device(device) != self.device:
+        raise self.refuse(f"a copy to {device}")
+    dtype = dtype or self.dtype
+    return StandIn(self.ask(), self.index, self, torch.float32 if dtype == torch.float16 else dtype)
+
+
 def _vector_norm(
     self: StandIn, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
@@ -196,6 +207,8 @@ def _unscale_(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) ->
     """`torch.amp.GradScaler.unscale_`: note non-finite gradients, divide the others by the loss scale."""
     for tensor in tensors:
         if isinstance(tensor, StandIn):
+            if tensor.ask().config.loss_scale is not None:
+                raise StandInError("the optimizer's option loss_scale and a GradScaler exclude each other: use one")
             if not torch.isfinite(torch.linalg.vector_norm(tensor)):
                 found_inf.fill_(1.0)
             tensor.mul_(inv_scale)
@@ -205,6 +218,7 @@ def _unscale_(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) ->
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: lambda self: self,
+    aten._to_copy.default: _to_copy,
     aten.add_.Tensor: _add_,
     aten.mul_.Tensor: _mul_,
     aten.mul_.Scalar: _mul_,

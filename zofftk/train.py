@@ -63,8 +63,6 @@ def train(
     console = Console() if console is None else console
     training = prepare(config, resume)
     record = describe_run(asdict(config), resumed_at=training.step if resume else None)
-    if config.dtype == "fp16":
-        say(console, "fp16 without a loss scaler: small gradients become 0, overflowing steps are skipped; prefer bf16")
     outputs.folder.mkdir(parents=True, exist_ok=True)
     failures = []
     with closing(training.optimizer):
@@ -161,7 +159,7 @@ def step_bytes(config: TrainConfig) -> int:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> "OffloadAdamW":
-    from zofftk import OffloadAdamW
+    from zofftk import LossScale, OffloadAdamW
 
     return OffloadAdamW(
         model.parameters(),
@@ -170,6 +168,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> "OffloadAdamW":
         eps=1e-8,
         weight_decay=0.1,
         max_grad_norm=config.max_grad_norm,
+        loss_scale=LossScale() if config.dtype == "fp16" else None,
         trace=True,
     )
 
@@ -223,12 +222,13 @@ def train_step(training: Training) -> dict[str, Any]:
     clock = [time.perf_counter()]
     loss = training.model(ids, targets)
     clock.append(time.perf_counter())
-    loss.backward()
+    training.optimizer.scale_loss(loss).backward()
     clock.append(time.perf_counter())
     lr = training.schedule.get_last_lr()[0]
     training.optimizer.step()
     training.optimizer.zero_grad()
-    training.schedule.step()
+    if not training.optimizer.last_step_skipped:
+        training.schedule.step()
     training.optimizer.trace.add("compute", "forward", clock[0], clock[1])
     training.optimizer.trace.add("compute", "backward", clock[1], clock[2])
     # Reading the loss waits for the device, so it comes after everything has been enqueued.

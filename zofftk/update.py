@@ -12,6 +12,7 @@ import torch
 
 from zofftk import cpu_kernels
 from zofftk.cpu_kernels import Hyper
+from zofftk.device.base import Buffer
 from zofftk.host_state import HostBucket
 from zofftk.layout import ALIGN_NUMEL, Piece
 
@@ -99,6 +100,20 @@ def add_to_total(bucket: HostBucket, threads: int) -> Task:
             cpu_kernels.accumulate(_cut(total.tensor, piece), _cut(wire.tensor, piece), threads)
         for piece, scale in scales:
             _cut(total.tensor, piece).mul_(scale)
+
+    return task
+
+
+def add_part(bucket: HostBucket, piece: Piece, part: Buffer, threads: int) -> Task:
+    """total = part for the first gradient of a parameter, and total + part for another."""
+    total, first = bucket.total, piece.param not in bucket.summed
+    assert total is not None
+
+    def task() -> None:
+        if first:
+            _cut(total.tensor, piece).copy_(part.tensor)
+        else:
+            cpu_kernels.accumulate(_cut(total.tensor, piece), part.tensor, threads)
 
     return task
 

@@ -66,6 +66,17 @@ class WayUp:
             while self.in_flight:
                 self._land_next()
 
+    def land_before_backward(self, managed: Managed) -> None:
+        """A gradient has come: free the slots from what no forward has read since the step."""
+        if not self.in_flight:
+            return
+        if self.is_under_way(managed):
+            raise RuntimeError(
+                f"forward has used {managed.name} before its new value had arrived, through code that torch does not "
+                "see and without calling its module: call synchronize() on the optimizer after step()"
+            )
+        self.land_all()
+
     def _land_next(self) -> None:
         bucket, arrival = next(iter(self.in_flight.items()))
         placement = bucket.placement(arrival.update.present)
