@@ -33,6 +33,7 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
     strided = torch.strided
     outstanding = taker.outstanding
     in_flight = taker.way_up.in_flight
+    dtype, device = param.dtype, param.device
     is_large = param.numel() * param.dtype.itemsize >= LARGE_BYTES
 
     def hook(param: torch.Tensor) -> None:
@@ -48,6 +49,12 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
         if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:
             taker.deliver()
         outstanding[index] = 1
-        param.grad = stand_ins[index]
+        try:
+            param.grad = stand_ins[index]
+        except RuntimeError as error:  # torch's: the stand-in no longer fits
+            raise RuntimeError(
+                f"{taker.name(index)} was {dtype} on {device} when the optimizer was built, and is {param.dtype} on "
+                f"{param.device} now: convert and move the model first, then build its optimizer"
+            ) from error
 
     return param.register_post_accumulate_grad_hook(hook)
