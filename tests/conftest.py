@@ -18,6 +18,16 @@ def _one_torch_thread():
     torch.set_num_threads(before)
 
 
+def pytest_collection_finish():
+    """What the libraries have made on import stays: the collections after each test need not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

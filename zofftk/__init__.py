@@ -32,8 +32,8 @@ except PackageNotFoundError:  # a source tree that was not installed
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first asked for, so that the import is light."""
-    if name == "cpu_adam":
-        return importlib.import_module("zofftk.cpu_adam")
+    if name in ("cpu_adam", "hf"):
+        return importlib.import_module(f"zofftk.{name}")
     if name == "_cpu_adam":  # whoever writes `from zofftk import _cpu_adam` comes by here the first time
         return _load_kernel()
     if name in _HOMES:

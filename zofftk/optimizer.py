@@ -15,6 +15,7 @@ from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
+from zofftk.host_views import HostViews
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.replaced import Replacements
 from zofftk.report import StepReport, report_of
@@ -201,12 +202,10 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._publish_state(managed)
 
     def _publish_state(self, managed: Managed) -> None:
-        state = self.state[managed.tensor]
-        if not state:
-            state["step"] = torch.zeros(())
-            for name in STATES:
-                state[name] = managed.segment.view(name, managed.index, managed.tensor.shape)
-        state["step"].fill_(managed.step)
+        if not self.state.get(managed.tensor):
+            views = {name: managed.segment.view(name, managed.index, managed.tensor.shape) for name in STATES}
+            self.state[managed.tensor] = HostViews(step=torch.zeros(()), **views)
+        self.state[managed.tensor]["step"].fill_(managed.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also what has been gathered of them; with False they become true zeros."""
@@ -335,10 +334,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         """
         if self._engine is not None:
             self._engine.finish()
-        state_dict = super().state_dict()
+        saved = super().state_dict()
+        saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
         if (scale := self._scale.state()) is not None:
-            state_dict["loss_scale"] = scale
-        return state_dict
+            saved["loss_scale"] = scale
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
