@@ -1,0 +1,64 @@
+"""What both sides of a program do alike: draw numbers, run backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.programs.draw import Program
+from tests.programs.models import RandomModel, losses_of
+
+
+def build_model(program: Program) -> RandomModel:
+    torch.manual_seed(program.seed)
+    model = RandomModel(program.blocks, program.width)
+    for position, param in enumerate(model.parameters()):
+        param.requires_grad_(position not in program.frozen)
+    return model
+
+
+def initial_groups(program: Program, model: RandomModel) -> list[dict[str, Any]]:
+    """Lists of (name, parameter); groups that would be empty are left out."""
+    held = {id(p) for i in program.held_back for p in model.blocks[i].parameters()}
+    named = [(name, param) for name, param in model.named_parameters() if id(param) not in held]
+    size = len(program.groups)
+    groups = [{**hyper, "params": named[number::size]} for number, hyper in enumerate(program.groups)]
+    return [group for group in groups if group["params"]]
+
+
+def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """fp32, in the shape of `like`."""
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradient_by_hand(like: torch.Tensor, seed: int, bad: bool) -> torch.Tensor:
+    """In the layout of `like`, as autograd asks for; a bad one has an element that is infinite."""
+    grad = torch.empty_like(like, requires_grad=False).copy_(noise(like, seed))
+    if bad and grad.numel():
+        grad[(0,) * grad.dim()] = float("inf")
+    return grad
+
+
+def half_edited(value: torch.Tensor, seed: int) -> torch.Tensor:
+    """About half of the elements moved."""
+    moved = noise(value, seed)
+    return torch.where(moved > 0, value.detach().float() + 0.05 * moved, value.detach().float()).to(value.dtype)
+
+
+def run_backward(
+    model: RandomModel, program: Program, begin: Callable[[], None], data: int, skip: int, weight: float, how: str
+) -> list[torch.Tensor]:
+    """`begin` is called before each backward."""
+    losses = losses_of(model, data, program.width, skip)
+    begin()
+    if how == "one":
+        (losses[0] * weight).backward()
+    elif how == "both":
+        torch.autograd.backward([losses[0] * weight, losses[1]])
+    else:
+        (losses[0] * weight).backward(retain_graph=True)
+        begin()
+        (losses[1] if how == "twice" else losses[0]).backward()
+    return [loss.detach() for loss in losses]
