@@ -165,7 +165,7 @@ class Plain:
             raise Refused(ValueError, "grad() expects a trainable parameter")
         if isinstance(gradient, Gradient):
             return None if gradient.used else gradient.read().view(row.param.shape)
-        return None if gradient is None else gradient.to(row.wire).float()
+        return None if gradient is None else gradient.float()
 
     def read_norm(self, param: int) -> torch.Tensor | None:
         gradient = self.gradient(self.param(param))

@@ -144,7 +144,6 @@ class User:
                 "inf_norm": lambda: torch.nn.utils.clip_grad_norm_([tensor], 1.0, norm_type=float("inf")),
                 "plus": lambda: tensor.grad + 1,
                 "numpy": lambda: np.asarray(tensor.grad),
-                "copy": lambda: copy.deepcopy(tensor.grad),
             }[how]()
 
     # -- between steps -----------------------------------------------------------------------------------------
