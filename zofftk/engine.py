@@ -177,7 +177,7 @@ class Engine:
         self._round += 1
 
     def _launch(self, bucket: HostBucket) -> None:
-        if bucket.on_wire or bucket.scale:
+        if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
             self._add_to_total(bucket)
         present = set(bucket.waiting)
         bucket.zero -= present
@@ -208,7 +208,7 @@ class Engine:
         self.device.host_task(f"sum: {bucket.label}", task, reads=[bucket.wire], writes=[bucket.total])
         bucket.summed |= bucket.on_wire
         bucket.on_wire = set()
-        bucket.scale.clear()
+        bucket.scale = {i: scale for i, scale in bucket.scale.items() if i not in bucket.waiting}
         summed = self.device.record(HOST)
         self.device.wait(DOWN, summed, f"summed: {bucket.label} must have been read before it is overwritten")
 
@@ -256,12 +256,9 @@ class Engine:
         if self._norm_is_known:
             return
         for bucket in self.buckets:
-            if bucket.scale:
-                self._add_to_total(bucket)  # a factor from before the last gradient
             if bucket.summed:
                 self._total_statistics(bucket)
-        arrived = self.device.record(DOWN)
-        self.device.wait(HOST, arrived, "arrived with statistics: those of every bucket go into the norm")
+        self.device.wait(HOST, self.device.record(DOWN), "arrived with statistics: the norm needs those of all buckets")
         sums = [bucket.square_sums for bucket in self.buckets]
         self.device.host_task("norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms])
         self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
