@@ -139,6 +139,7 @@ class Engine:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
         managed.gathered = Gathered.LIVE
+        self.outstanding[managed.index] = 1
         self._norm_is_known = False
         for bucket in managed.buckets:
             bucket.waiting[managed.index] = grad
@@ -234,6 +235,7 @@ class Engine:
         self.forget(index)
         managed = self.managed[index]
         managed.gathered = Gathered.LIVE
+        self.outstanding[managed.index] = 1
         self._norm_is_known = False
         for bucket in managed.buckets:
             bucket.zero.add(index)
@@ -291,6 +293,7 @@ class Engine:
         coefficient = clipping.coefficient(norm, self.config.max_grad_norm)
         for managed in live:
             managed.step += 1
+            managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if early else self.threads  # beside compute, it leaves a core
         for bucket in reversed(self.buckets):  # forward needs the first layers first
             updated = self._update(bucket, hypers, coefficient, threads)
