@@ -160,7 +160,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
             return
         for managed in engine.managed:
-            if managed.step and managed.tensor not in self.state:
+            if managed.step and not self.state.get(managed.tensor):
                 self._load_state(managed, None)  # the user has deleted it: it starts anew
             if managed.tensor._version != managed.version:
                 engine.refresh(managed.index)
@@ -262,14 +262,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         managed = self._managed.get(id(param))
         if managed is None:
             raise ValueError("grad() expects a trainable parameter of this optimizer")
-        engine = self._require_engine()
-        engine.deliver()
+        (engine := self._require_engine()).deliver()
+        if param.grad is not self._stand_ins[managed.index]:  # dropped, or put there by hand
+            return None if param.grad is None else param.grad.detach().to("cpu", torch.float32, copy=True)
         return engine.gradient(managed.index) if managed.gathered is Gathered.LIVE else None
 
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
-        engine = self._require_engine()
-        for managed in engine.managed:
+        for managed in (engine := self._require_engine()).managed:
             engine.refresh(managed.index)
 
     def report(self) -> StepReport:
