@@ -89,7 +89,7 @@ class Block(nn.Module):
         elif self.kind == "tied":
             x = self.second(torch.tanh(self.first(x)))
         elif self.kind == "embedding":
-            x = self.table(ids)
+            x = self.table(ids) + x
         elif self.kind == "norm":
             x = self.norm(x)
         elif self.kind == "conv":

@@ -212,7 +212,7 @@ class User:
 
     def delete_state(self, param: int, how: str) -> None:
         tensor = self.param(param)
-        if how == "clear":
+        if tensor in self.opt.state and how == "clear":
             self.opt.state[tensor].clear()
         elif tensor in self.opt.state:
             del self.opt.state[tensor]
