@@ -23,6 +23,7 @@ class Plain:
         self.params = list(self.model.parameters())
         self.files: list[Any] = []
         self.scale = 1024.0
+        self.norm_rtol: float | None = None  # of the norms torch finds; None: as its dtype has it
         self.seen: Any = None  # the user's result of the operation
         groups = initial_groups(program, self.model)
         groups = [{**group, "params": [param for _, param in group["params"]]} for group in groups]
@@ -67,20 +68,20 @@ class Plain:
         loss = losses_of(self.model, data, self.program.width, skip)[0] * weight
         self.opt.begin_backward()
         (loss * torch.tensor(self.scale)).backward()
-        found = self._unscale()
+        gradients = [gradient for param in self.opt.params() if (gradient := self.gradient(param)) is not None]
+        found = self._unscale(gradients)
         norm = None if clip is None else self.clip(1, clip)
+        if not gradients:
+            raise Refused(AssertionError, "No inf checks")  # torch's own
         if not found:
             self.opt.step()
         self.scale *= 0.5 if found else 2.0
         return norm
 
-    def _unscale(self) -> bool:
+    def _unscale(self, gradients: list[torch.Tensor | Gradient]) -> bool:
         """Divide the gradients by the loss scale; says whether one of them is not finite."""
-        gradients = [gradient for param in self.opt.params() if (gradient := self.gradient(param)) is not None]
         if any(isinstance(gradient, torch.Tensor) and gradient.dtype == torch.float16 for gradient in gradients):
             raise Refused(ValueError, "unscale FP16")  # torch's own limit, on gradients the engine does not hold
-        if not gradients:
-            raise Refused(AssertionError, "No inf checks")  # torch's own
         inverse = torch.tensor(self.scale).double().reciprocal().float()
         found = torch.zeros(1)
         for gradient in gradients:
@@ -103,7 +104,7 @@ class Plain:
             return torch.tensor(0.0)
         norm = math.sqrt(sum(self._norm(gradient) ** 2 for gradient in gradients))
         seen = self.seen if isinstance(self.seen, torch.Tensor) else torch.tensor(norm, dtype=torch.float64)
-        close = {torch.float64: 1e-12, torch.float32: 1e-5}.get(seen.dtype, 2e-2)
+        close = self.norm_rtol or {torch.float64: 1e-12, torch.float32: 1e-5}.get(seen.dtype, 2e-2)
         right = math.isclose(float(seen), norm, rel_tol=close) or (not seen.isfinite() and not math.isfinite(norm))
         assert right, f"clip found a norm of {seen}, expected {norm}"
         coefficient = torch.clamp(max_norm / (seen + 1e-6), max=1.0)

@@ -239,6 +239,9 @@ class PlainAdamW:
     def save(self) -> dict[str, Any]:
         """Groups without their parameters, and the state of each parameter that has one, by position."""
         states = {}
+        for row in self.rows.values():
+            if row.written:
+                row.take_over()
         for position, param in enumerate(self.params()):
             row = self.rows.get(id(param))
             if row is not None and row.shown:
