@@ -102,7 +102,7 @@ def measure_copies(device: torch.device, timer: DeviceTimer, scale: int) -> dict
     """The engine's own down and up, bucket by bucket, against one plain copy of the same bytes."""
     from zofftk.config import OffloadConfig
     from zofftk.device.base import DOWN, UP, Run
-    from zofftk.optimizer import open_device
+    from zofftk.device.opening import open_device
 
     machine = open_device(device, OffloadConfig())
     numel = COPY_BYTES // scale // 2

@@ -105,11 +105,24 @@ class FakeRuntime:
         if self.fail_copies:
             raise FakeError("cudaErrorIllegalAddress")
 
+        page_locked = [pointer for pointer in (target, source) if self._is_registered(pointer, nbytes)]
+
         def copy():
             time.sleep(self.delay_ms / 1e3)
+            if not all(self._is_registered(pointer, nbytes) for pointer in page_locked):
+                self.calls["copies of unregistered memory"] += 1
+                return  # it may be gone
             ctypes.memmove(target, source, nbytes)
 
         self._put(stream, copy)
+
+    def _is_registered(self, pointer, nbytes):
+        registered = list(self.registered.items())
+        return any(start <= pointer and pointer + nbytes <= start + size for start, size in registered)
+
+    @property
+    def num_streams(self):
+        return len(self._streams)
 
     def hostRegister(self, pointer, nbytes, flags):
         self.calls["hostRegister"] += 1

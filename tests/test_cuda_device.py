@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -187,3 +188,46 @@ def test_events_are_destroyed():
     train(device, steps=2)
     gc.collect()
     assert runtime.calls["eventDestroy"] > 20
+
+
+@pytest.mark.parametrize("when", ["backward", "step", "early step", "never"])
+def test_dropping_everything_with_copies_under_way_waits_for_them(when):
+    device, runtime = open_fake(delay_ms=20.0)
+    model = build(torch.bfloat16)
+    opt = zofftk.OffloadAdamW(model.parameters(), bucket_bytes=16 * 1024, device=device)
+    if when == "early step":
+        zofftk.offload(model, opt)
+    if when != "never":
+        loss_of(model, 0).backward()
+        opt._engine.close_round()
+    if "step" in when:
+        opt.step()
+    del opt, model, device
+    gc.collect()
+    assert runtime.num_streams == 0
+    assert not runtime.registered
+    assert runtime.calls["copies of unregistered memory"] == 0
+    assert bool(runtime.calls["memcpyAsync"]) == (when != "never")
+
+
+def test_a_collection_on_one_of_the_devices_own_threads():
+    """It cannot wait for itself: another thread closes the device, and holds the memory until then."""
+    device, runtime = open_fake(delay_ms=5.0)
+    model = build(torch.bfloat16)
+    opt = zofftk.OffloadAdamW(model.parameters(), bucket_bytes=16 * 1024, device=device)
+    loss_of(model, 0).backward()
+    gc.disable()
+    try:
+        cycle = [opt]
+        cycle.append(cycle)
+        device._enqueue("host", gc.collect)
+        device._enqueue("down", lambda: None)
+        del opt, cycle, device, model
+        for _ in range(200):
+            if runtime.num_streams == 0:
+                break
+            time.sleep(0.02)
+    finally:
+        gc.enable()
+    assert runtime.num_streams == 0
+    assert runtime.calls["copies of unregistered memory"] == 0

@@ -236,35 +236,9 @@ def test_compiled_in_place_before_waits_in_the_step(caplog):
     model.blocks[0].compile(backend="aot_eager")
     opt = zofftk.OffloadAdamW(model.parameters())
     zofftk.offload(model, opt)
-    assert not opt.returns_early
+    assert not opt.overlaps
     assert "blocks.0 was compiled in place" in caplog.text
     opt.close()
-
-
-def test_a_forward_that_goes_round_the_hooks_is_an_error():
-    layer = nn.Linear(8, 8)
-    opt = zofftk.OffloadAdamW(layer.named_parameters(), lr=0.1, device=SlowUpdates())
-    zofftk.offload(layer, opt)
-    layer(torch.ones(1, 8)).sum().backward()
-    opt.step()
-    opt.zero_grad()
-    with pytest.raises(RuntimeError, match=r"forward has used '\w+' before its new value had arrived"):
-        torch.nn.functional.linear(torch.ones(1, 8), layer.weight, layer.bias).sum().backward()
-    opt.synchronize()
-    opt.close()
-
-
-def test_an_edit_before_the_new_value_has_arrived_is_an_error():
-    layer = nn.Linear(8, 8)
-    opt = zofftk.OffloadAdamW(layer.named_parameters(), lr=0.1, device=SlowUpdates())
-    zofftk.offload(layer, opt)
-    layer(torch.ones(1, 8)).sum().backward()
-    opt.step()
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-    with pytest.raises(RuntimeError, match=r"'weight' was written to after step\(\).*call synchronize\(\)"):
-        layer(torch.ones(1, 8))
-    opt._engine.device.close()
 
 
 def test_remove_makes_step_wait_again():
@@ -320,18 +294,6 @@ def test_a_layer_that_is_added_later_is_waited_for():
         return torch.stack(losses)
 
     assert_same_bits(train(True), train(False))
-
-
-def test_a_part_of_a_state_dict_holds_the_new_values():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    opt = zofftk.OffloadAdamW(model.parameters(), lr=0.1, device=SlowUpdates())
-    zofftk.offload(model, opt)
-    model(torch.ones(1, 8)).sum().backward()
-    opt.step()
-    weight = model[0].state_dict()["weight"].clone()
-    opt.synchronize()
-    assert_same_bits(weight, model[0].weight.detach())
-    opt.close()
 
 
 def test_the_model_works_on_after_close():

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zofftk.device.clock import RaceError
 from zofftk.optimizer import OffloadAdamW
+from zofftk.pending import is_pending
 
 
 class CheckedAccess(TorchDispatchMode):
@@ -30,7 +31,7 @@ class CheckedAccess(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._engine.in_flight or self._engine.updated:
+        if self._engine.way_up.in_flight or self._engine.way_up.updated:
             self._check_reads(func, args, kwargs)
         if func._schema.is_mutable:
             self._check_writes(func, args, kwargs)
@@ -38,7 +39,8 @@ class CheckedAccess(TorchDispatchMode):
 
     def _check_reads(self, func: Any, args: Any, kwargs: Any) -> None:
         engine = self._engine
-        updates = [*engine.updated.values(), *(arrival.update for arrival in engine.in_flight.values())]
+        way_up = engine.way_up
+        updates = [*way_up.updated.values(), *(arrival.update for arrival in way_up.in_flight.values())]
         managed = [engine.managed[index] for update in updates for index in update.present]
         pending = {_storage(one.tensor): one.name for one in managed}
         for tensor in _tensors((args, kwargs)):
@@ -58,8 +60,13 @@ class CheckedAccess(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+    return [
+        leaf
+        for leaf in _pytree.tree_leaves(tree)
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) or is_pending(leaf)
+    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    with torch._C.DisableTorchFunctionSubclass():  # this look at a parameter must not land it
+        return tensor.untyped_storage()._cdata

@@ -9,8 +9,8 @@ buffer per bucket. A second gradient before the update first adds what is on the
 At the step (`step`): buckets that are not full leave too; *host* adds up the statistics that came with them; the main
 thread waits for that one value, because the clip coefficient needs every gradient. Then, bucket by bucket, the first
 layers first: *host* updates the fp32 states in one pass and writes the new value over the gradient on the wire, *up*
-copies it into a staging slot, and *compute* copies it into the parameters (`land`), while *host* is already at the next
-bucket. With `early`, `step` returns at once, and whoever reads a parameter lands it before.
+copies it into a staging slot, and *compute* copies it into the parameters (`way_up`), while *host* is already at the
+next bucket. With `early`, `step` returns at once, and a parameter lands when it is read.
 
 Who may touch what: a staging slot belongs to one bucket from `acquire` to the event it is released with. The wire
 belongs to *down* until the gradient has arrived, then to *host*, then to *up*; the next gradient may overwrite it
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -30,12 +29,14 @@ import torch
 from zofftk import clipping, update
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Device, Placement
+from zofftk.device.base import COMPUTE, DOWN, HOST, Device, Placement
+from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
-from zofftk.managed import Arrival, Gathered, Managed, Update
+from zofftk.managed import Gathered, Managed, Update
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
+from zofftk.way_up import WayUp
 
 
 class Engine:
@@ -49,14 +50,14 @@ class Engine:
         self.segments: list[HostSegment] = []
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
-        self.updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot, in order
-        self.in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()  # on their way up, in order
+        self.way_up = WayUp(device, self.ring, self.managed)
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
         self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
         self.on_drop: Callable[[int], None] = lambda index: None  # a gathered gradient was dropped for a new one
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
         self._norm_is_known = False
+        close_when_gone(self.way_up, device, (self.segments, self.ring))
 
     @property
     def host_bytes(self) -> int:
@@ -67,7 +68,7 @@ class Engine:
         """Take over parameters: lay them out, allocate their host memory, copy the masters."""
         if not tensors:
             return []
-        self.land_all()
+        self.way_up.land_all()
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
@@ -133,7 +134,7 @@ class Engine:
                     bucket.waiting[index] = own
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
-        if self.in_flight:
+        if self.way_up.in_flight:
             self._land_before_backward(managed)
         if managed.round == self._round:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
@@ -148,12 +149,12 @@ class Engine:
 
     def _land_before_backward(self, managed: Managed) -> None:
         """Free the slots from what no forward has read since the step."""
-        if any(bucket in self.in_flight or bucket in self.updated for bucket in managed.buckets):
+        if self.way_up.is_under_way(managed):
             raise RuntimeError(
-                f"forward has used {managed.name} before its new value had arrived, so its hooks were not called: "
-                "hand the model over again with zofftk.offload after it was compiled or wrapped"
+                f"forward has used {managed.name} before its new value had arrived, through code that torch does not "
+                "see and without calling its module: call synchronize() on the optimizer after step()"
             )
-        self.land_all()
+        self.way_up.land_all()
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
@@ -281,10 +282,10 @@ class Engine:
     def step(self, hypers: Mapping[int, Hyper], *, early: bool = False) -> float:
         """Update every parameter that has a gradient; returns the norm of all gradients, before clipping.
 
-        Where the norm is not finite, nothing changes. With `early`, returns while the update runs; whoever reads a
-        parameter then calls `land` before.
+        Where the norm is not finite, nothing changes. With `early`, returns while the update runs; a parameter then
+        lands before it is read.
         """
-        self.land_all()
+        self.way_up.land_all()
         self._take_norms()
         live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
@@ -298,13 +299,16 @@ class Engine:
         for bucket in reversed(self.buckets):  # forward needs the first layers first
             updated = self._update(bucket, hypers, coefficient, threads)
             if updated is not None:
-                self.updated[bucket] = updated
+                self.way_up.updated[bucket] = updated
         for managed in live:
             managed.gathered = Gathered.SPENT
             self.outstanding[managed.index] = 0
-        self._send()
-        if not early:
-            self.land_all()
+        self.way_up.send()
+        if early:
+            for managed in live:
+                self.way_up.watch(managed)
+        else:
+            self.way_up.land_all()
             self.finish()
         return norm
 
@@ -327,49 +331,6 @@ class Engine:
         bucket.forget(present)
         return Update(bucket, present, self.device.record(HOST))
 
-    def _send(self) -> None:
-        """Start the way up of the next buckets, as many as there are free slots."""
-        while self.updated and self.ring.free:
-            bucket, update = self.updated.popitem(last=False)
-            self.device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
-            slot = self.ring.acquire(UP)
-            data = slot.typed(bucket.wire.tensor.dtype)
-            self.device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
-            bucket.sent = self.device.record(UP)
-            self.in_flight[bucket] = Arrival(update, slot, bucket.sent)
-
-    def land(self, index: int) -> None:
-        """A parameter is about to be read: compute goes on when its new value is there."""
-        if self.in_flight:
-            for bucket in self.managed[index].buckets:
-                while bucket in self.in_flight or bucket in self.updated:
-                    self._land_next()
-
-    def land_all(self) -> None:
-        """All parameters are about to be read."""
-        while self.in_flight:
-            self._land_next()
-
-    def _land_next(self) -> None:
-        bucket, arrival = self.in_flight.popitem(last=False)
-        self.device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
-        placement = bucket.placement(arrival.update.present)
-        tensors = self._tensors_of(placement)
-        for piece, tensor in zip(placement.pieces, tensors, strict=True):
-            managed = self.managed[piece.param]
-            if tensor._version != managed.version:
-                self.in_flight = OrderedDict([(bucket, arrival), *self.in_flight.items()])  # it is still to land
-                raise RuntimeError(
-                    f"{managed.name} was written to after step() and before its new value had arrived: "
-                    "call synchronize() on the optimizer before changing parameters"
-                )
-        data = arrival.slot.typed(bucket.wire.tensor.dtype)
-        self.device.copy_back(f"copy back: {bucket.label}", data, placement, tensors)
-        for piece, tensor in zip(placement.pieces, tensors, strict=True):
-            self.managed[piece.param].version = tensor._version
-        self.ring.release(arrival.slot, self.device.record(COMPUTE))
-        self._send()
-
     # -- between steps -----------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -386,10 +347,18 @@ class Engine:
             bucket.read_gradient(index, flat)
         return flat.view(managed.tensor.shape)
 
+    def copied_gradient(self, index: int) -> torch.Tensor | None:
+        """What a deep copy of the parameter has as its gradient."""
+        self.deliver()
+        managed = self.managed[index]
+        if managed.gathered is not Gathered.LIVE:
+            return None
+        return self.gradient(index).to(managed.tensor.device, managed.tensor.dtype)
+
     def refresh(self, index: int) -> None:
         """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
         managed = self.managed[index]
-        self.land_all()
+        self.way_up.land_all()
         self.finish()
         master = managed.segment.view("master", index, managed.tensor.shape)
         value = managed.tensor.detach().to(master.device)

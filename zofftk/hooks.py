@@ -32,6 +32,7 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
     inbox = taker.inbox
     strided = torch.strided
     outstanding = taker.outstanding
+    in_flight = taker.way_up.in_flight
     is_large = param.numel() * param.dtype.itemsize >= LARGE_BYTES
 
     def hook(param: torch.Tensor) -> None:
@@ -44,7 +45,7 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
             check_gradient(grad, taker.name(index))
         inbox.append((index, grad))
         # At once also where it replaces one that was gathered, and where new values are still to land.
-        if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or taker.in_flight:
+        if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:
             taker.deliver()
         outstanding[index] = 1
         param.grad = stand_ins[index]

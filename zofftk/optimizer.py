@@ -15,10 +15,9 @@ from zofftk import hooks
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
-from zofftk.device.base import Device
-from zofftk.device.emulated import EmulatedDevice
+from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
-from zofftk.report import StepReport
+from zofftk.report import StepReport, report_of
 from zofftk.standin import StandIn, StandInError
 from zofftk.state_dict import STATES, match_states
 from zofftk.trace import Trace
@@ -73,8 +72,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
-        self.returns_early = False  # set where every reader of a parameter lands it, see `offload`
-        device = merged.device or _device_for(self._all_params(), merged)
+        self.overlaps: set[object] = set()  # see `offload`
+        device = merged.device or device_for(self._all_params(), merged)
         self._engine = Engine(merged, device)
         self._engine.on_drop = _renewer(self)
         self._manage([param for param in self._all_params() if param.requires_grad])
@@ -154,7 +153,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _step(self, engine: Engine) -> None:
         engine.deliver()
-        engine.land_all()
+        engine.way_up.land_all()
         self._manage([param for param in self._all_params() if param.grad is not None])
         self._collect_gradients(engine)
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
@@ -164,7 +163,7 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._load_state(managed, None)  # the user has deleted it: it starts anew
             if managed.tensor._version != managed.version:
                 engine.refresh(managed.index)
-        norm = engine.step(self._hypers(), early=self.returns_early)
+        norm = engine.step(self._hypers(), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
         self.last_step_skipped = not math.isfinite(norm)
@@ -239,21 +238,24 @@ class OffloadAdamW(torch.optim.Optimizer):
                 if managed.gathered is Gathered.LIVE:
                     engine.forget(managed.index)
                     self.renew_stand_in(managed.index)
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
+            super().zero_grad(set_to_none)
 
-    def land(self, param: torch.Tensor | None = None) -> None:
-        """`param`, or every parameter, is about to be read: compute goes on when its new value is there."""
-        engine, managed = self._engine, self._managed.get(id(param))
-        if engine is not None and param is None:
-            engine.land_all()
-        elif engine is not None and managed is not None:  # where it is closed, all has landed
-            engine.land(managed.index)
+    def land(self, params: Iterable[torch.Tensor]) -> None:
+        """These are about to be read: compute goes on when their new values are there."""
+        if self._engine is None or not self._engine.way_up.in_flight:
+            return
+        with interrupts_deferred():
+            for param in params:
+                if (managed := self._managed.get(id(param))) is not None:
+                    self._engine.way_up.land(managed)
 
     def synchronize(self) -> None:
-        """Every parameter and every state holds the values of the last step. Only needed after `offload`."""
+        """Every parameter and every state holds the values of the last step."""
         engine = self._require_engine()
-        engine.land_all()
-        engine.finish()
+        with interrupts_deferred():
+            engine.way_up.land_all()
+            engine.finish()
 
     # -- what can be asked -------------------------------------------------------------------------------------
 
@@ -275,22 +277,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def report(self) -> StepReport:
         """Sizes, bytes moved and where the time of the steps went, so far."""
         engine = self._require_engine()
-        engine.device.collect_spans()
-        trace = engine.device.trace
-        tensors = [managed.tensor for managed in engine.managed]
-        return StepReport(
-            num_params=sum(tensor.numel() for tensor in tensors),
-            device_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors),
-            staging_bytes=engine.ring.nbytes,
-            host_bytes=engine.host_bytes,
-            steps=self._steps,
-            bytes_down=engine.device.bytes_down,
-            bytes_up=engine.device.bytes_up,
-            wait_gradients_ms=trace.total_ms("main", "wait for gradients"),
-            adam_ms=trace.total_ms("compute", "wait for values"),
-            adam_busy_ms=trace.total_ms("host", "adam"),
-            copy_back_ms=trace.total_ms("compute", "copy back"),
-        )
+        return report_of(engine, self._steps)
 
     @property
     def trace(self) -> Trace:
@@ -310,7 +297,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if engine is None:
             return
         try:
-            engine.land_all()
+            engine.way_up.land_all()
         finally:
             self._release(engine)
 
@@ -341,7 +328,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
         engine = self._require_engine()
         saved = match_states(state_dict, self.param_groups, self._names())
-        engine.land_all()
+        engine.way_up.land_all()
         engine.finish()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._manage([param for param in self._all_params() if param.requires_grad])
@@ -379,22 +366,3 @@ def _renewer(optimizer: OffloadAdamW) -> Callable[[int], None]:
             alive.renew_stand_in(index)
 
     return renew
-
-
-def _device_for(params: list[torch.Tensor], config: OffloadConfig) -> Device:
-    """The machine that fits the parameters' place."""
-    if not params:
-        raise ValueError("the groups hold no parameters, expected at least one")
-    devices = sorted({str(param.device) for param in params})
-    if len(devices) > 1 or params[0].device.type not in ("cpu", "cuda"):
-        raise ValueError(f"parameters are on {', '.join(devices)}: expected all on the CPU or all on one CUDA device")
-    return open_device(params[0].device, config)
-
-
-def open_device(device: torch.device, config: OffloadConfig) -> Device:
-    """The machine for parameters on `device`."""
-    if device.type == "cuda":
-        from zofftk.device.cuda import open_cuda_device  # CuPy and Triton are loaded only for those who use them
-
-        return open_cuda_device(device, keep_spans=config.trace, pinned_bytes=config.pinned_bytes)
-    return EmulatedDevice(keep_spans=config.trace)

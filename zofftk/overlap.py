@@ -1,15 +1,17 @@
 """Hide the update and the way up behind the next forward: `step()` returns early, modules wait for what they read.
 
-Which modules a forward calls is learnt from the forwards so far. A parameter whose module was never called (some read
-their children's weights directly) is waited for where the whole model is entered; so is every parameter in the first
-forward, and whenever a module is called outside of the model's own forward.
+A parameter lands before torch reads it, whoever asks (`pending`). Kernels that torch does not see, such as extensions
+that take an address, are served by hooks: each module's forward first lands the module's own parameters. Which modules
+a forward calls is learnt from the forwards so far; a parameter whose module was never called (some read their
+children's weights directly) lands where the whole model is entered.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +25,15 @@ logger = logging.getLogger("zofftk")
 def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
     """Hand the model over, so that `optimizer.step()` returns while the update runs.
 
-    From then on each module's forward waits for its own parameters; `model.state_dict()` and `optimizer.state_dict()`
-    wait for all. Code that reads or writes a parameter in any other way between `step()` and the next forward calls
-    `optimizer.synchronize()` before. The results have the same bits as without.
+    From then on each module's forward waits for its own parameters, and so does any other code that reads or writes a
+    parameter through torch, whether in a forward or between two. The results have the same bits as without. Only code
+    that torch does not see (a kernel called by address, outside of the module that owns the parameter) needs
+    `optimizer.synchronize()` before.
 
     A submodule that was compiled before waits for all of its parameters where it is entered, and a model that was
-    compiled before does so as a whole. A module that is called in a forward and whose weights the same forward also
-    reads directly, before that call, would give the reader old values: leave such a model as it is
-    (`zofftk.checked.CheckedAccess` finds such reads). A module compiled in place (`module.compile()`) ignores hooks
-    added later; a model that holds one is left as it is, which is logged once.
+    compiled before does so as a whole. A module compiled in place (`module.compile()`) ignores hooks added later; a
+    model that holds one is left as it is, which is logged once. Several models may be handed over, and one more than
+    once.
 
     Args:
         model: the root, whose forward is called.
@@ -56,9 +58,8 @@ class ForwardOverlap:
     """The hooks on a model, and which of its parameters a module waits for."""
 
     def __init__(self, model: nn.Module, optimizer: OffloadAdamW) -> None:
-        self._optimizer = optimizer
-        self._model = model
-        self._inside = False  # the root's forward
+        self._optimizer = weakref.ref(optimizer)  # the model does not keep it alive
+        self._model_params = [*model.parameters()]
         self._covered: set[int] = set()  # ids of parameters whose module has been seen to be called
         self._units = dict(_units(model))
         self._hooks: list[RemovableHandle] = []
@@ -71,45 +72,53 @@ class ForwardOverlap:
             )
             return
         for module in self._units:
-            self._hooks.append(module.register_forward_pre_hook(self._hook(self._enter), prepend=True))
-        self._hooks.append(model.register_forward_pre_hook(self._hook(self._enter_root), prepend=True))
-        self._hooks.append(model.register_forward_hook(self._hook(self._leave_root), always_call=True))
-        for module in model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(self._hook(lambda module: optimizer.land())))
-        optimizer.returns_early = True
-
-    def _hook(self, wait: Callable[[nn.Module], None]) -> Callable[..., Any]:
-        @torch.compiler.disable
-        def hook(module: nn.Module, *_: Any) -> None:
-            wait(module)
-
-        return cast(Callable[..., Any], hook)
+            self._hooks.append(module.register_forward_pre_hook(_Hook(self._enter), prepend=True))
+        self._hooks.append(model.register_forward_pre_hook(_Hook(self._enter_root), prepend=True))
+        optimizer.overlaps.add(self)
 
     def _enter_root(self, module: nn.Module) -> None:
-        self._inside = True
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:  # with those that were added after the model was handed over
-                if id(param) not in self._covered:
-                    self._optimizer.land(param)
-
-    def _leave_root(self, module: nn.Module) -> None:
-        self._inside = False
+        if (optimizer := self._optimizer()) is not None:
+            params = (param for group in optimizer.param_groups for param in group["params"])  # also of later groups
+            optimizer.land(param for param in params if id(param) not in self._covered)
 
     def _enter(self, module: nn.Module) -> None:
-        if not self._inside and module is not self._model:
-            self._optimizer.land()  # a part of the model is used alone
-            return
-        for param in self._units[module]:
-            self._covered.add(id(param))
-            self._optimizer.land(param)
+        params = self._units[module]
+        self._covered.update(map(id, params))
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.land(params)
 
     def remove(self) -> None:
         """Take the hooks off; `step()` waits for the update again. Also after the optimizer was closed."""
-        self._optimizer.returns_early = False
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._optimizer.land()
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.overlaps.discard(self)
+            optimizer.land(self._model_params)
+
+
+class _Hook:
+    """Calls `wait` before a module's forward. A copy of the module, or a pickle, gets one that does nothing."""
+
+    def __init__(self, wait: Callable[[nn.Module], None]) -> None:
+        self._wait = torch.compiler.disable(wait)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._wait(module)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return no_wait
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return no_wait
+
+
+def no_wait(module: nn.Module, *_: Any) -> None:
+    """In place of the hook, in a copy of a model that was handed over: nobody updates the copy."""
 
 
 def _units(module: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zofftk.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -25,3 +29,22 @@ class StepReport:
     adam_ms: float
     adam_busy_ms: float
     copy_back_ms: float
+
+
+def report_of(engine: Engine, steps: int) -> StepReport:
+    engine.device.collect_spans()
+    trace = engine.device.trace
+    tensors = [managed.tensor for managed in engine.managed]
+    return StepReport(
+        num_params=sum(tensor.numel() for tensor in tensors),
+        device_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors),
+        staging_bytes=engine.ring.nbytes,
+        host_bytes=engine.host_bytes,
+        steps=steps,
+        bytes_down=engine.device.bytes_down,
+        bytes_up=engine.device.bytes_up,
+        wait_gradients_ms=trace.total_ms("main", "wait for gradients"),
+        adam_ms=trace.total_ms("compute", "wait for values"),
+        adam_busy_ms=trace.total_ms("host", "adam"),
+        copy_back_ms=trace.total_ms("compute", "copy back"),
+    )

@@ -30,6 +30,7 @@ class GradientOwner(Protocol):
     def scale_gradient(self, index: int, factor: float) -> None: ...
     def zero_gradient(self, index: int) -> None: ...
     def add_gradient(self, index: int, grad: torch.Tensor) -> None: ...
+    def copied_gradient(self, index: int) -> torch.Tensor | None: ...
 
 
 class StandIn(torch.Tensor):
@@ -110,8 +111,9 @@ class StandIn(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refuse("pickling")
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise self.refuse("copy.deepcopy")
+    def __deepcopy__(self, memo: Any) -> torch.Tensor | None:
+        """Of a model that is copied between backward and the next: the gradient itself, or None where it was used."""
+        return self.ask().copied_gradient(self.index)
 
 
 def _number(func: Any, stand_in: StandIn, factor: Any) -> float:

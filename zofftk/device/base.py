@@ -166,9 +166,13 @@ class Device(ABC):
     def collect_spans(self) -> None:  # noqa: B027  (most machines write their spans at once)
         """Put spans that are not in `trace` yet there; the streams may go on."""
 
+    def runs_here(self) -> bool:
+        """The calling thread is one of the machine's own."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
-        """End the streams; idempotent."""
+        """End the streams, after what was enqueued on them; idempotent."""
 
     # -- what a machine implements -----------------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ class LanedDevice(Device):
         if not self._lanes:
             raise RuntimeError("the offload engine is closed")
 
+    def runs_here(self) -> bool:
+        return any(lane.thread is threading.current_thread() for lane in self._lanes.values())
+
     def close(self) -> None:
         lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:

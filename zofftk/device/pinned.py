@@ -45,7 +45,9 @@ class PinnedMemory:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if nbytes and self._fits(nbytes) and self._register(tensor.data_ptr(), nbytes):
             # Unregistered before the pages go, which the storage keeps for as long as any view of it lives.
-            weakref.finalize(tensor.untyped_storage(), _unregister, self._registrar.hostUnregister, tensor.data_ptr())
+            storage, unregister = tensor.untyped_storage(), self._registrar.hostUnregister
+            # At exit the driver lets go of it by itself, after the copies that are still under way.
+            weakref.finalize(storage, _unregister, unregister, tensor.data_ptr()).atexit = False
         return tensor[:nbytes]
 
     def _fits(self, nbytes: int) -> bool:
