@@ -404,6 +404,23 @@ def test_b07_weights_loaded_after_construction_are_picked_up():
         opt.close()
 
 
+def test_weights_written_before_a_save_are_in_the_saved_masters():
+    p = param(1.0, 2, dtype=torch.bfloat16)
+    opt = zofftk.OffloadAdamW([p], lr=0.1, weight_decay=0.0)
+    put_grads([p])
+    opt.step()
+    with torch.no_grad():
+        p.fill_(5.0)
+    saved = opt.state_dict()
+    opt.close()
+    again = zofftk.OffloadAdamW([p])
+    again.load_state_dict(saved)
+    put_grads([p])
+    again.step()
+    assert again.state[p]["master"].tolist() == pytest.approx([4.9, 4.9])
+    again.close()
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 

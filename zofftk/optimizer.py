@@ -161,8 +161,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         for managed in engine.managed:
             if managed.step and not self.state.get(managed.tensor):
                 self._load_state(managed, None)  # the user has deleted it: it starts anew
-            if managed.tensor._version != managed.version:
-                engine.refresh(managed.index)
+        self._take_over_written(engine)
         norm = engine.step(self._hypers(), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
@@ -171,6 +170,11 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._count_skipped(norm)
         else:
             self._publish_states(engine)
+
+    def _take_over_written(self, engine: Engine) -> None:
+        for managed in engine.managed:
+            if managed.tensor._version != managed.version:
+                engine.refresh(managed.index)
 
     def _collect_gradients(self, engine: Engine) -> None:
         """Make the engine's view agree with `p.grad`: dropped ones are forgotten, ones set by hand are taken."""
@@ -321,6 +325,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`torch.optim.AdamW`'s format, with the fp32 parameters beside the moments under `master`."""
         if self._engine is not None:
+            self._take_over_written(self._engine)  # a master from before would undo what was written
             self._engine.finish()
         return super().state_dict()
 
