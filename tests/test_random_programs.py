@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from tests.programs.draw import draw
-from tests.programs.run import difference, shrink
+from tests.programs.follower import follow, followable
+from tests.programs.run import difference, run, shrink
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 BLOCK = 50
@@ -24,10 +25,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seeds", blocks, ids=lambda seeds: f"{seeds[0]}+{len(seeds)}" if seeds else "none")
 
 
-def test_a_program_ends_as_the_plain_reference(seeds):
-    for seed in seeds:
+@pytest.mark.parametrize("kind", ["reference", "torch"])
+def test_a_program_ends_as_the_plain_reference(seeds, kind):
+    """And the reference, where torch's own optimizer can follow, as torch."""
+    for seed in seeds if kind == "reference" else seeds[::4]:
         print("program", seed)
-        program = draw(seed)
-        if (found := difference(program)) is not None:
-            small = shrink(program)
-            pytest.fail(f"{found}\n\nmade smaller, {difference(small)}:\n{small}", pytrace=False)
+        program, runs = (draw(seed), run) if kind == "reference" else (followable(seed), follow)
+        if (found := difference(program, runs)) is not None:
+            small = shrink(program, runs)
+            pytest.fail(f"{found}\n\nmade smaller, {difference(small, runs)}:\n{small}", pytrace=False)

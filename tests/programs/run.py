@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,15 +111,15 @@ def _compare_state(state: Any, reference: Any, param: torch.Tensor, what: str) -
 # -- smaller -------------------------------------------------------------------------------------------------------
 
 
-def difference(program: Program) -> str | None:
+def difference(program: Program, runs: Callable[[Program], None] = run) -> str | None:
     try:
-        run(program)
-    except Difference as error:
+        runs(program)
+    except AssertionError as error:
         return str(error)
     return None
 
 
-def shrink(program: Program) -> Program:
+def shrink(program: Program, runs: Callable[[Program], None] = run) -> Program:
     """Leave out operations, from large pieces to single ones, as long as there is a difference."""
     ops = list(program.ops)
     size = len(ops)
@@ -126,7 +127,7 @@ def shrink(program: Program) -> Program:
         start = 0
         while start < len(ops):
             fewer = ops[:start] + ops[start + size :]
-            if difference(dataclasses.replace(program, ops=fewer)) is None:
+            if difference(dataclasses.replace(program, ops=fewer), runs) is None:
                 start += size
             else:
                 ops = fewer
