@@ -16,11 +16,12 @@ from tests.programs.models import KINDS, BlockSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GRADIENTS = (
     *("clip", "drop_grad", "set_grad", "mul_grad", "mul_grad", "div_grad", "add_grad", "zero_one", "read_grad"),
-    *("read_norm", "refused"),
+    *("read_norm", "refused", "put_aside", "put_back", "drop_all", "freeze", "unfreeze"),
 )
 BETWEEN = (
     *("change", "schedule", "freeze", "unfreeze", "unfreeze", "add_group", "load_weights", "edit", "edit_data"),
     *("refresh", "save", "load", "reload", "delete_state", "evaluate", "hand_over", "take_back", "check"),
+    *("tensor_lr", "edit_state", "load_damaged"),
 )
 
 
@@ -45,6 +46,7 @@ class Program:
     groups: list[dict[str, Any]]  # hyper-parameters; parameter i goes to group i modulo their number
     named: bool
     options: dict[str, Any]  # of the optimizer
+    checked: bool  # the model's own reads and writes are watched
     ops: list[Op]
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class Program:
         lines += [f"  block {i}: {spec}" for i, spec in enumerate(self.blocks)]
         lines.append(f"  frozen {self.frozen}, held back {self.held_back}, {'named' if self.named else 'not named'}")
         lines += [f"  group {i}: {group}" for i, group in enumerate(self.groups)]
-        lines.append(f"  options {self.options}")
+        lines.append(f"  options {self.options}{', checked access' if self.checked else ''}")
         return "\n".join(lines + [f"  {i:3} {op}" for i, op in enumerate(self.ops)])
 
 
@@ -68,6 +70,7 @@ def draw(seed: int) -> Program:
         groups=[_group(rng) for _ in range(rng.choice([1, 1, 2, 3]))],
         named=rng.random() < 0.5,
         options=_options(rng),
+        checked=rng.random() < 0.1,
         ops=_ops(rng),
     )
 
@@ -137,7 +140,7 @@ def _backward(rng: random.Random) -> Op:
     if rng.random() < 0.05:
         return Op("broken_backward", {**_data(rng), "breaks": rng.randrange(4)})
     how = rng.choice(["one", "one", "one", "both", "twice", "retained"])
-    return Op("backward", {**_data(rng), "weight": _weight(rng), "how": how})
+    return Op("backward", {**_data(rng), "weight": _weight(rng), "how": how, "autocast": rng.random() < 0.1})
 
 
 def _step(rng: random.Random) -> list[Op]:
@@ -153,7 +156,8 @@ def _step(rng: random.Random) -> list[Op]:
 
 
 def _clip(rng: random.Random) -> Op:
-    return Op("clip", {"every": rng.choice([1, 1, 2, 3]), "max_norm": rng.choice([0.1, 1.0, 7.3, 1e6])})
+    how = rng.choice(["plain", "plain", "foreach", "strict", "in two"])
+    return Op("clip", {"every": rng.choice([1, 1, 2, 3]), "max_norm": rng.choice([0.1, 1.0, 7.3, 1e6]), "how": how})
 
 
 def _param(rng: random.Random) -> dict[str, Any]:
@@ -165,11 +169,11 @@ def _on_gradients(rng: random.Random) -> Op:
     name = rng.choice(ON_GRADIENTS)
     if name == "clip":
         return _clip(rng)
-    args = _param(rng)
+    args = {} if name == "drop_all" else _param(rng)
     if name in ("mul_grad", "div_grad"):
         args |= {"factor": rng.choice([0.5, 0.3, -1.7, 1.0, 1e3]), "as_tensor": rng.random() < 0.3}
     elif name == "set_grad":
-        args |= {"data": rng.randrange(1000), "bad": rng.random() < 0.1}
+        args |= {"data": rng.randrange(1000), "bad": rng.random() < 0.1, "wide": rng.random() < 0.2}
     elif name == "add_grad":
         args |= {"data": rng.randrange(1000), "alpha": rng.choice([1, 1, -1, 0.3]), "wide": rng.random() < 0.3}
     elif name == "refused":
@@ -182,6 +186,12 @@ def _between(rng: random.Random) -> Op:
     name = rng.choice(BETWEEN)
     if name in ("freeze", "unfreeze"):
         return Op(name, _param(rng))
+    if name == "edit_state":
+        return Op(name, _param(rng))
+    if name == "tensor_lr":
+        return Op(name, {"group": rng.randrange(3), "lr": rng.choice([0.01, 0.003])})
+    if name == "load_damaged":
+        return Op(name, {"damage": rng.choice(["shape", "step", "groups", "betas"])})
     if name == "change":
         key = rng.choice(["lr", "betas", "eps", "weight_decay"])
         return Op(name, {"group": rng.randrange(3), "key": key, "value": _group(rng)[key]})

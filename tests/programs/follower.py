@@ -18,7 +18,18 @@ from tests.programs.plain import Plain
 from tests.programs.plain_reference import Refused
 from tests.programs.user import User
 
-NOT_TORCHS = {"refused", "read_grad", "refresh", "edit_data", "load", "hand_over", "take_back"}
+NOT_TORCHS = {
+    "refused",
+    "read_grad",
+    "refresh",
+    "edit_data",
+    "load",
+    "hand_over",
+    "take_back",
+    "put_aside",
+    "put_back",
+    "load_damaged",
+}
 
 
 def followable(seed: int) -> Program:
@@ -35,6 +46,8 @@ def followable(seed: int) -> Program:
 
 def _gentle(op: Op) -> Op:
     """Where eps is small, a gradient near zero takes a full step in a direction that rounding decides."""
+    if op.name == "backward":  # the steps of bf16 make small differences large
+        return Op(op.name, {**op.args, "autocast": False})
     if op.name == "reload":
         return Op(op.name, {"options": {**op.args["options"], "wire_dtype": None}})
     if op.name == "add_group":

@@ -10,7 +10,7 @@ import torch
 from tests.programs.draw import Program
 from tests.programs.models import losses_of
 from tests.programs.plain_reference import Gradient, PlainAdamW, Refused, Row
-from tests.programs.shared import build_model, gradient_by_hand, half_edited, initial_groups, noise, run_backward
+from tests.programs.shared import build_model, clip, gradient_by_hand, half_edited, initial_groups, noise, run_backward
 from zofftk.standin import StandInError
 
 
@@ -22,6 +22,7 @@ class Plain:
         self.model = build_model(program)
         self.params = list(self.model.parameters())
         self.files: list[Any] = []
+        self.aside: dict[int, Gradient] = {}
         self.scale = 1024.0
         self.norm_rtol: float | None = None  # of the norms torch finds; None: as its dtype has it
         self.seen: Any = None  # the user's result of the operation
@@ -97,12 +98,17 @@ class Plain:
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def clip(self, every: int, max_norm: float) -> torch.Tensor:
+    def clip(self, every: int, max_norm: float, how: str = "plain") -> torch.Tensor:
         """torch's rule. The norm, if right, is the user's own: torch may add up the gradients' norms in any order."""
         gradients = [gradient for param in self.params[::every] if (gradient := self.gradient(param)) is not None]
-        if not gradients:
-            return torch.tensor(0.0)
+        if all(isinstance(gradient, torch.Tensor) for gradient in gradients):
+            try:
+                return clip(self.params[::every], max_norm, how)
+            except RuntimeError as error:
+                raise Refused(RuntimeError, str(error)) from error  # torch's own
         norm = math.sqrt(sum(self._norm(gradient) ** 2 for gradient in gradients))
+        if how == "strict" and not math.isfinite(norm):
+            raise Refused(RuntimeError, "is non-finite, so it cannot be clipped")  # torch's own
         seen = self.seen if isinstance(self.seen, torch.Tensor) else torch.tensor(norm, dtype=torch.float64)
         close = self.norm_rtol or {torch.float64: 1e-12, torch.float32: 1e-5}.get(seen.dtype, 2e-2)
         right = math.isclose(float(seen), norm, rel_tol=close) or (not seen.isfinite() and not math.isfinite(norm))
@@ -125,9 +131,25 @@ class Plain:
         if (row := self.row(param)) is not None:
             row.gradient = None
 
-    def set_grad(self, param: int, data: int, bad: bool) -> None:
+    def drop_all(self) -> None:
+        for position in range(len(self.params)):
+            self.drop_grad(position)
+
+    def put_aside(self, param: int) -> None:
+        tensor = self.param(param)
+        if isinstance(gradient := self.gradient(tensor), Gradient):
+            self.aside[id(tensor)] = gradient
+            self.drop_grad(param)
+
+    def put_back(self, param: int) -> None:
+        tensor = self.param(param)
+        if id(tensor) in self.aside:
+            tensor.grad = None
+            self.opt.rows[id(tensor)].gradient = self.aside.pop(id(tensor))
+
+    def set_grad(self, param: int, data: int, bad: bool, wide: bool) -> None:
         self.drop_grad(param)
-        self.param(param).grad = gradient_by_hand(self.param(param).detach(), data, bad)
+        self.param(param).grad = gradient_by_hand(self.param(param), data, bad, wide)
 
     def mul_grad(self, param: int, factor: float, as_tensor: bool) -> None:
         gradient = self.gradient(self.param(param))
@@ -187,6 +209,18 @@ class Plain:
         for group in self.opt.groups:
             group["lr"] = group["lr"] * 0.9
 
+    def tensor_lr(self, group: int, lr: float) -> None:
+        self.change(group, "lr", torch.tensor(lr))
+
+    def edit_state(self, param: int) -> None:
+        row = self.row(param)
+        if row is not None and row.shown:
+            row.exp_avg.zero_()
+            row.exp_avg_sq.mul_(0.5)
+        elif row is None and (state := self.opt.waiting.get(id(self.param(param)))):
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].mul_(0.5)
+
     def freeze(self, param: int) -> None:
         self.param(param).requires_grad_(False)
 
@@ -229,6 +263,12 @@ class Plain:
     def load(self, which: int) -> None:
         if self.files:
             self.opt.load(self.files[which % len(self.files)])
+
+    def load_damaged(self, damage: str) -> None:
+        saved = self.opt.save()
+        if damage in ("groups", "betas") or saved["states"]:
+            raise Refused(ValueError, damage)
+        self.opt.load(saved)
 
     def reload(self, options: dict[str, Any]) -> None:
         saved = self.opt.save()

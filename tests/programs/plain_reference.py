@@ -127,6 +127,8 @@ class PlainAdamW:
                 self.rows[id(param)] = row
                 if saved := self.waiting.pop(id(param), None):
                     self._load(row, saved)
+                if param.dtype == torch.float16:
+                    param.grad_dtype = None  # p.grad takes gradients of any dtype
             row = self.rows[id(param)]
             if row.hook is None and param.requires_grad:
                 row.hook = param.register_post_accumulate_grad_hook(lambda param, row=row: self._delivered(row))
@@ -136,6 +138,8 @@ class PlainAdamW:
             row.gradient = None
             if row.hook is not None:
                 row.hook.remove()
+            if row.param.dtype == torch.float16:
+                row.param.grad_dtype = torch.float16
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

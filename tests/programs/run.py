@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from tests.programs.draw import Op, Program
 from tests.programs.plain import Plain
 from tests.programs.plain_reference import STATES, Gradient, Refused
 from tests.programs.user import User
+from zofftk.checked import CheckedAccess
+
+CHECKED = ("backward", "evaluate", "step", "step_with_closure")
 
 
 class Difference(AssertionError):
@@ -41,7 +45,8 @@ def _run_one(user: User, plain: Plain, op: Op) -> None:
     error: BaseException | None = None
     plain.seen = None
     try:
-        plain.seen = getattr(user, op.name)(**op.args)
+        with CheckedAccess(user.opt) if user.program.checked and op.name in CHECKED else nullcontext():
+            plain.seen = getattr(user, op.name)(**op.args)
     except Exception as caught:
         error = caught
     try:

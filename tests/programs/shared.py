@@ -33,12 +33,38 @@ def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def gradient_by_hand(like: torch.Tensor, seed: int, bad: bool) -> torch.Tensor:
-    """In the layout of `like`, as autograd asks for; a bad one has an element that is infinite."""
-    grad = torch.empty_like(like, requires_grad=False).copy_(noise(like, seed))
+def gradient_by_hand(like: torch.Tensor, seed: int, bad: bool, wide: bool) -> torch.Tensor:
+    """In the layout of `like`, as autograd asks for, and in fp32 where p.grad takes that and it is to be wide.
+
+    A bad one has an element that is infinite.
+    """
+    dtype = torch.float32 if wide and like.grad_dtype is None else like.dtype
+    grad = torch.empty_like(like.detach(), dtype=dtype).copy_(noise(like, seed))
     if bad and grad.numel():
         grad[(0,) * grad.dim()] = float("inf")
     return grad
+
+
+def clip(params: list[Any], max_norm: float, how: str) -> torch.Tensor:
+    """torch's functions for it."""
+    if how == "in two":
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
+    options = {"foreach": {"foreach": True}, "strict": {"error_if_nonfinite": True}}.get(how, {})
+    return torch.nn.utils.clip_grad_norm_(params, max_norm, **options)
+
+
+def damaged(saved: dict[str, Any], damage: str) -> dict[str, Any]:
+    """A saved state that no optimizer can take; the first parameter with a state is the one damaged."""
+    if damage == "groups":
+        saved["param_groups"].append(saved["param_groups"][0])
+    elif damage == "betas":
+        saved["param_groups"][-1]["betas"] = (0.9, 1.5)
+    elif saved["state"]:
+        state = next(iter(saved["state"].values()))
+        state.update({"step": -1} if damage == "step" else {"exp_avg": torch.zeros(3, 1, 4, 1, 5)})
+    return saved
 
 
 def half_edited(value: torch.Tensor, seed: int) -> torch.Tensor:
@@ -48,10 +74,19 @@ def half_edited(value: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def run_backward(
-    model: RandomModel, program: Program, begin: Callable[[], None], data: int, skip: int, weight: float, how: str
+    model: RandomModel,
+    program: Program,
+    begin: Callable[[], None],
+    *,
+    data: int,
+    skip: int,
+    weight: float,
+    how: str = "one",
+    autocast: bool = False,
 ) -> list[torch.Tensor]:
     """`begin` is called before each backward."""
-    losses = losses_of(model, data, program.width, skip)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        losses = losses_of(model, data, program.width, skip)
     begin()
     if how == "one":
         (losses[0] * weight).backward()

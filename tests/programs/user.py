@@ -13,7 +13,16 @@ import torch
 import zofftk
 from tests.programs.draw import Program
 from tests.programs.models import losses_of
-from tests.programs.shared import build_model, gradient_by_hand, half_edited, initial_groups, noise, run_backward
+from tests.programs.shared import (
+    build_model,
+    clip,
+    damaged,
+    gradient_by_hand,
+    half_edited,
+    initial_groups,
+    noise,
+    run_backward,
+)
 from zofftk.device.emulated import EmulatedDevice
 from zofftk.standin import StandIn
 
@@ -29,6 +38,7 @@ class User:
         self.handle: zofftk.ForwardOverlap | None = None
         self.schedule_of: Any = None
         self.files: list[Any] = []
+        self.aside: dict[int, Any] = {}  # gradients, by id of the parameter
         self.scale = 1024.0
         self.devices = 0
         self.opt: zofftk.OffloadAdamW
@@ -96,14 +106,27 @@ class User:
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def clip(self, every: int, max_norm: float) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.params[::every], max_norm)
+    def clip(self, every: int, max_norm: float, how: str = "plain") -> torch.Tensor:
+        return clip(self.params[::every], max_norm, how)
 
     def drop_grad(self, param: int) -> None:
         self.param(param).grad = None
 
-    def set_grad(self, param: int, data: int, bad: bool) -> None:
-        self.param(param).grad = gradient_by_hand(self.param(param).detach(), data, bad)
+    def drop_all(self) -> None:
+        self.model.zero_grad()
+
+    def put_aside(self, param: int) -> None:
+        tensor = self.param(param)
+        if isinstance(tensor.grad, StandIn):
+            self.aside[id(tensor)], tensor.grad = tensor.grad, None
+
+    def put_back(self, param: int) -> None:
+        tensor = self.param(param)
+        if id(tensor) in self.aside:
+            tensor.grad = self.aside.pop(id(tensor))
+
+    def set_grad(self, param: int, data: int, bad: bool, wide: bool) -> None:
+        self.param(param).grad = gradient_by_hand(self.param(param), data, bad, wide)
 
     def mul_grad(self, param: int, factor: float, as_tensor: bool) -> None:
         if (grad := self.param(param).grad) is not None:
@@ -152,6 +175,15 @@ class User:
             self.schedule_of = self.schedule_of or torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.9)
             self.schedule_of.step()
 
+    def tensor_lr(self, group: int, lr: float) -> None:
+        self.change(group, "lr", torch.tensor(lr))
+
+    def edit_state(self, param: int) -> None:
+        if state := self.opt.state.get(self.param(param)):
+            self.opt.synchronize()
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].mul_(0.5)
+
     def freeze(self, param: int) -> None:
         self.param(param).requires_grad_(False)
 
@@ -188,6 +220,9 @@ class User:
         if self.files:
             self.opt.load_state_dict(self.files[which % len(self.files)])
 
+    def load_damaged(self, damage: str) -> None:
+        self.opt.load_state_dict(damaged(copy.deepcopy(self.opt.state_dict()), damage))
+
     def reload(self, options: dict[str, Any]) -> None:
         """The state goes into a fresh optimizer with other options."""
         handed_over = self.handle is not None
@@ -211,7 +246,7 @@ class User:
 
     def evaluate(self, data: int, skip: int) -> Any:
         self.model.eval()
-        with torch.no_grad():
+        with torch.inference_mode() if data % 2 else torch.no_grad():
             losses = losses_of(self.model, data, self.program.width, skip)
         self.model.train()
         return losses
