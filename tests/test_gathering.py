@@ -245,6 +245,18 @@ def test_a_gradient_put_aside_is_not_mistaken_for_the_next():
     opt.close()
 
 
+@pytest.mark.parametrize("instead", [None, torch.ones(4)])
+def test_a_gradient_put_aside_during_a_step_is_gone(instead):
+    p, q = zeros(4, 4)
+    opt = offload([p, q])
+    backward(p, q)
+    aside, p.grad = p.grad, instead
+    opt.step()
+    with pytest.raises(StandInError, match="was dropped"):
+        aside.norm()
+    opt.close()
+
+
 def test_an_absent_small_parameter_between_two_present_ones_keeps_its_bits():
     for numel in (1, 5, 60, 64, 65):
         params = [torch.nn.Parameter(torch.ones(numel)) for _ in range(5)]

@@ -184,7 +184,9 @@ class OffloadAdamW(torch.optim.Optimizer):
                 continue
             grad = param.grad
             if grad is None:
-                engine.forget(managed.index)
+                if managed.gathered is Gathered.LIVE:
+                    engine.forget(managed.index)
+                    self.renew_stand_in(managed.index)
             elif grad is self._stand_ins[managed.index]:
                 if managed.gathered is Gathered.SPENT:
                     raise RuntimeError(
@@ -201,7 +203,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                 )
             else:
                 check_gradient(grad, managed.name)
-                engine.take(managed.index, grad.resolve_neg())
+                if engine.take(managed.index, grad.resolve_neg()):
+                    self.renew_stand_in(managed.index)
 
     def _hypers(self) -> dict[int, Hyper]:
         hypers: dict[int, Hyper] = {}
