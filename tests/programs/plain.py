@@ -22,7 +22,7 @@ class Plain:
         self.model = build_model(program)
         self.params = list(self.model.parameters())
         self.files: list[Any] = []
-        self.aside: dict[int, Gradient] = {}
+        self.kept: set[int] = set()  # ids of parameters whose gradient was put aside
         self.scale = 1024.0
         self.norm_rtol: float | None = None  # of the norms torch finds; None: as its dtype has it
         self.seen: Any = None  # the user's result of the operation
@@ -136,16 +136,22 @@ class Plain:
             self.drop_grad(position)
 
     def put_aside(self, param: int) -> None:
-        tensor = self.param(param)
-        if isinstance(gradient := self.gradient(tensor), Gradient):
-            self.aside[id(tensor)] = gradient
+        row, gradient = self.row(param), self.gradient(self.param(param))
+        if row is not None and isinstance(gradient, Gradient) and not gradient.used:
+            row.aside = gradient
+            self.kept.add(id(row.param))
             self.drop_grad(param)
 
-    def put_back(self, param: int) -> None:
-        tensor = self.param(param)
-        if id(tensor) in self.aside:
-            tensor.grad = None
-            self.opt.rows[id(tensor)].gradient = self.aside.pop(id(tensor))
+    def put_back(self, param: int) -> torch.Tensor | None:
+        row = self.row(param)
+        if row is None or id(row.param) not in self.kept:
+            return None
+        self.kept.remove(id(row.param))
+        self.drop_grad(param)
+        row.gradient, row.aside = row.aside, None
+        if row.gradient is None:
+            raise Refused(StandInError, "this gradient was dropped")
+        return self.read_norm(param)
 
     def set_grad(self, param: int, data: int, bad: bool, wide: bool) -> None:
         self.drop_grad(param)
@@ -273,6 +279,7 @@ class Plain:
     def reload(self, options: dict[str, Any]) -> None:
         saved = self.opt.save()
         self.opt.close()
+        self.kept.clear()
         self.opt = self.build([{"params": group["params"]} for group in self.opt.groups], options)
         self.opt.load(saved)
 

@@ -81,6 +81,7 @@ class Row:
     exp_avg_sq: torch.Tensor
     step: int = 0
     gradient: Gradient | None = None  # stands in p.grad; a real tensor there goes before it
+    aside: Gradient | None = None  # somebody has kept it, and has put None into p.grad
     by_hand: bool = False  # a real tensor was in p.grad when this backward began
     shown: bool = False  # has an entry in the optimizer's state
     written: bool = False  # torch has seen a write into the parameter since the last update
@@ -155,6 +156,7 @@ class PlainAdamW:
 
     def gather(self, row: Row, grad: torch.Tensor) -> None:
         values = grad.detach().reshape(-1).to(row.wire).clone()
+        row.aside = None
         if row.gradient is None:
             row.gradient = Gradient(values)
         elif row.gradient.used:
@@ -175,7 +177,7 @@ class PlainAdamW:
             elif row is not None and row.gradient is not None:
                 self.set_zero(row)
             if row is not None and set_to_none:
-                row.gradient = None
+                row.gradient = row.aside = None
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class PlainAdamW:
             row = self.rows.get(id(param))
             if row and param.grad is None and row.gradient is not None and row.gradient.used:
                 raise Refused(RuntimeError, "Call zero_grad() after each step")
+            if row and (param.grad is not None or row.gradient is None):
+                row.aside = None  # this step goes by what is in p.grad: what is not there is dropped
         gradients: list[tuple[Row, Gradient]] = []
         for row in rows:
             if row.param.grad is not None:

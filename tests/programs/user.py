@@ -24,7 +24,7 @@ from tests.programs.shared import (
     run_backward,
 )
 from zofftk.device.emulated import EmulatedDevice
-from zofftk.standin import StandIn
+from zofftk.standin import StandIn, StandInError
 
 
 class User:
@@ -117,13 +117,19 @@ class User:
 
     def put_aside(self, param: int) -> None:
         tensor = self.param(param)
-        if isinstance(tensor.grad, StandIn):
+        if isinstance(tensor.grad, StandIn) and self.opt.grad(tensor) is not None:
             self.aside[id(tensor)], tensor.grad = tensor.grad, None
 
-    def put_back(self, param: int) -> None:
+    def put_back(self, param: int) -> torch.Tensor | None:
         tensor = self.param(param)
-        if id(tensor) in self.aside:
-            tensor.grad = self.aside.pop(id(tensor))
+        if id(tensor) not in self.aside:
+            return None
+        tensor.grad = self.aside.pop(id(tensor))
+        try:
+            return tensor.grad.norm()
+        except StandInError:
+            tensor.grad = None
+            raise
 
     def set_grad(self, param: int, data: int, bad: bool, wide: bool) -> None:
         self.param(param).grad = gradient_by_hand(self.param(param), data, bad, wide)
@@ -228,6 +234,7 @@ class User:
         handed_over = self.handle is not None
         saved = copy.deepcopy(self.opt.state_dict())
         self.take_back()
+        self.aside.clear()
         groups = [
             {"params": [(self.names[id(param)], param) for param in group["params"]]} for group in self.opt.param_groups
         ]
