@@ -583,6 +583,14 @@ def test_close_leaves_plain_parameters_and_readable_states():
         opt.step()
 
 
+def test_close_with_an_fp32_gradient_in_the_grad_of_an_fp16_parameter():
+    p = param(1.0, 3, dtype=torch.float16)
+    opt = zofftk.OffloadAdamW([p], lr=0.1)
+    p.grad = torch.ones(3)
+    opt.close()
+    assert p.grad.dtype == torch.float32
+
+
 def test_a_forgotten_optimizer_is_freed_with_its_parameters():
     p = param(1.0, 100)
     opt = zofftk.OffloadAdamW([p])

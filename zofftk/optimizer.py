@@ -315,7 +315,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             if managed.tensor.grad is stand_in:
                 managed.tensor.grad = None
             if managed.tensor.dtype == torch.float16 and hasattr(managed.tensor, "grad_dtype"):
-                managed.tensor.grad_dtype = torch.float16
+                if managed.tensor.grad is None or managed.tensor.grad.dtype == torch.float16:
+                    managed.tensor.grad_dtype = (
+                        torch.float16
+                    )  # otherwise a gradient put there by hand stands against it
         engine.device.close()
 
     def _require_engine(self) -> Engine:
