@@ -139,7 +139,7 @@ class PlainAdamW:
             row.gradient = None
             if row.hook is not None:
                 row.hook.remove()
-            if row.param.dtype == torch.float16:
+            if row.param.dtype == torch.float16 and (row.param.grad is None or row.param.grad.dtype == torch.float16):
                 row.param.grad_dtype = torch.float16
 
     # -- gradients ---------------------------------------------------------------------------------------------

@@ -61,9 +61,8 @@ def damaged(saved: dict[str, Any], damage: str) -> dict[str, Any]:
         saved["param_groups"].append(saved["param_groups"][0])
     elif damage == "betas":
         saved["param_groups"][-1]["betas"] = (0.9, 1.5)
-    elif saved["state"]:
-        state = next(iter(saved["state"].values()))
-        state.update({"step": -1} if damage == "step" else {"exp_avg": torch.zeros(3, 1, 4, 1, 5)})
+    elif states := [state for state in saved["state"].values() if state]:
+        states[0].update({"step": -1} if damage == "step" else {"exp_avg": torch.zeros(3, 1, 4, 1, 5)})
     return saved
 
 
