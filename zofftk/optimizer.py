@@ -314,11 +314,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         for managed, stand_in in zip(engine.managed, self._stand_ins, strict=True):
             if managed.tensor.grad is stand_in:
                 managed.tensor.grad = None
+            grad = managed.tensor.grad
             if managed.tensor.dtype == torch.float16 and hasattr(managed.tensor, "grad_dtype"):
-                if managed.tensor.grad is None or managed.tensor.grad.dtype == torch.float16:
-                    managed.tensor.grad_dtype = (
-                        torch.float16
-                    )  # otherwise a gradient put there by hand stands against it
+                # A gradient of another dtype, put there by hand, stands against it.
+                managed.tensor.grad_dtype = None if grad is not None and grad.dtype != torch.float16 else torch.float16
         engine.device.close()
 
     def _require_engine(self) -> Engine:
