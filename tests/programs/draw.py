@@ -16,12 +16,12 @@ from tests.programs.models import KINDS, BlockSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GRADIENTS = (
     *("clip", "drop_grad", "set_grad", "mul_grad", "mul_grad", "div_grad", "add_grad", "zero_one", "read_grad"),
-    *("read_norm", "refused", "put_aside", "put_back", "drop_all", "freeze", "unfreeze"),
+    *("read_norm", "refused", "put_aside", "put_back", "drop_all", "copy_grad", "freeze", "unfreeze"),
 )
 BETWEEN = (
     *("change", "schedule", "freeze", "unfreeze", "unfreeze", "add_group", "load_weights", "edit", "edit_data"),
     *("refresh", "save", "load", "reload", "delete_state", "evaluate", "hand_over", "take_back", "check"),
-    *("tensor_lr", "edit_state", "load_damaged"),
+    *("tensor_lr", "edit_state", "load_damaged", "copy_model"),
 )
 
 
@@ -139,7 +139,7 @@ def _weight(rng: random.Random) -> float:
 def _backward(rng: random.Random) -> Op:
     if rng.random() < 0.05:
         return Op("broken_backward", {**_data(rng), "breaks": rng.randrange(4)})
-    how = rng.choice(["one", "one", "one", "both", "twice", "retained"])
+    how = rng.choice(["one", "one", "one", "both", "twice", "retained", "inputs"])
     return Op("backward", {**_data(rng), "weight": _weight(rng), "how": how, "autocast": rng.random() < 0.1})
 
 

@@ -196,6 +196,12 @@ class Plain:
             return None if gradient.used else gradient.read().view(row.param.shape)
         return None if gradient is None else gradient.float()
 
+    def copy_grad(self, param: int) -> torch.Tensor | None:
+        gradient = self.gradient(self.param(param))
+        if isinstance(gradient, Gradient):
+            return None if gradient.used else gradient.read().view(self.param(param).shape).to(self.param(param).dtype)
+        return gradient
+
     def read_norm(self, param: int) -> torch.Tensor | None:
         gradient = self.gradient(self.param(param))
         if isinstance(gradient, Gradient):
@@ -289,6 +295,9 @@ class Plain:
     def evaluate(self, data: int, skip: int) -> Any:
         with torch.no_grad():
             return losses_of(self.model, data, self.program.width, skip)
+
+    def copy_model(self) -> list[torch.Tensor]:
+        return [param.detach() for param in self.params]
 
     def hand_over(self) -> None:
         pass

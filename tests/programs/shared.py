@@ -87,7 +87,10 @@ def run_backward(
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         losses = losses_of(model, data, program.width, skip)
     begin()
-    if how == "one":
+    inputs = [param for param in model.parameters() if param.requires_grad][::2]
+    if how == "inputs" and inputs and not any(spec.checkpoint for spec in program.blocks):
+        (losses[0] * weight).backward(inputs=inputs)
+    elif how in ("one", "inputs"):
         (losses[0] * weight).backward()
     elif how == "both":
         torch.autograd.backward([losses[0] * weight, losses[1]])

@@ -156,6 +156,9 @@ class User:
     def read_grad(self, param: int) -> torch.Tensor | None:
         return self.opt.grad(self.param(param))
 
+    def copy_grad(self, param: int) -> torch.Tensor | None:
+        return copy.deepcopy(self.param(param).grad)
+
     def read_norm(self, param: int) -> torch.Tensor | None:
         grad = self.param(param).grad
         return None if grad is None else grad.norm()
@@ -257,6 +260,9 @@ class User:
             losses = losses_of(self.model, data, self.program.width, skip)
         self.model.train()
         return losses
+
+    def copy_model(self) -> list[torch.Tensor]:
+        return [param.detach() for param in copy.deepcopy(self.model).parameters()]
 
     def hand_over(self) -> None:
         if self.handle is None:
