@@ -33,6 +33,11 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--programs", type=int, default=200, help="how many random programs to run")
+    parser.addoption("--program", type=int, help="the seed of the only random program to run")
+
+
 FAILED = pytest.StashKey[bool]()
 
 

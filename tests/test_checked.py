@@ -93,3 +93,13 @@ def test_writing_into_a_gradient_that_was_taken():
     with CheckedAccess(opt), pytest.raises(RaceError, match="writes into the gradient of 'a', which is to be packed"):
         taken.zero_()
     opt.close()
+
+
+def test_the_engines_own_eager_copies_are_not_the_models():
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    opt = zofftk.OffloadAdamW([weight])
+    with CheckedAccess(opt):
+        (weight * 2).sum().backward()
+        opt.step()
+    assert opt.state[weight]["step"] == 1
+    opt.close()

@@ -82,6 +82,36 @@ def test_a_factor_on_a_used_gradient_does_not_reach_the_next():
     opt.close()
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_the_bits_of_a_scaled_gradient_do_not_depend_on_other_parameters(bucket_bytes):
+    def run(other):
+        p, q = zeros(4096, 4096)
+        opt = offload([p, q], bucket_bytes=bucket_bytes)
+        torch.manual_seed(1)
+        (p * torch.randn(4096)).sum().backward()
+        p.grad.mul_(0.3)
+        if other:
+            backward(q)
+            q.grad = None
+        p.grad.mul_(1.7)
+        opt.step()
+        opt.close()
+        return opt.state[p]["exp_avg"]
+
+    assert_same_bits(run(other=True), run(other=False))
+
+
+def test_the_norm_of_a_used_gradient():
+    p, q = zeros(4, 4)
+    opt = offload([p, q])
+    backward(p, q)
+    p.grad.mul_(0.5)
+    q.grad.zero_()
+    opt.step()
+    assert [p.grad.norm().item(), q.grad.norm().item()] == [1.0, 0.0]
+    opt.close()
+
+
 def test_a_factor_on_a_true_zero_does_not_reach_the_next():
     (p,) = zeros(4)
     opt = offload([p])
@@ -178,6 +208,29 @@ def test_dropping_after_two_backwards_drops_both():
     opt.close()
 
 
+def test_a_true_zero_that_is_dropped_is_not_mistaken_for_the_next():
+    (p,) = zeros(4)
+    opt = offload([p])
+    backward(p)
+    opt.zero_grad(set_to_none=False)
+    p.grad = None
+    backward(p)
+    assert torch.nn.utils.clip_grad_norm_([p], 1.0).item() == pytest.approx(2.0)
+    assert values(opt, p) == [pytest.approx(0.5)]
+    opt.close()
+
+
+def test_grad_reads_what_the_step_would_take():
+    (p,) = zeros(4)
+    opt = offload([p])
+    backward(p)
+    p.grad = torch.full((4,), 3.0)
+    assert values(opt, p) == [3.0]
+    p.grad = None
+    assert opt.grad(p) is None
+    opt.close()
+
+
 def test_a_gradient_put_aside_is_not_mistaken_for_the_next():
     (p,) = zeros(4)
     opt = offload([p])
@@ -187,6 +240,18 @@ def test_a_gradient_put_aside_is_not_mistaken_for_the_next():
     p.grad = aside
     with pytest.raises(StandInError, match="put aside and then replaced"):
         opt.step()
+    with pytest.raises(StandInError, match="was dropped"):
+        aside.norm()
+    opt.close()
+
+
+@pytest.mark.parametrize("instead", [None, torch.ones(4)])
+def test_a_gradient_put_aside_during_a_step_is_gone(instead):
+    p, q = zeros(4, 4)
+    opt = offload([p, q])
+    backward(p, q)
+    aside, p.grad = p.grad, instead
+    opt.step()
     with pytest.raises(StandInError, match="was dropped"):
         aside.norm()
     opt.close()
@@ -256,14 +321,18 @@ def test_a_parameter_without_a_group_is_left_alone():
     opt.close()
 
 
-def test_deleting_a_state_starts_it_anew():
+@pytest.mark.parametrize("how", ["del", "clear"])
+def test_deleting_a_state_starts_it_anew(how):
     a, b = zeros(3, 3)
     opt = offload([a, b])
     for _ in range(2):
         backward(a, b)
         opt.step()
         opt.zero_grad()
-    del opt.state[a]
+    if how == "del":
+        del opt.state[a]
+    else:
+        opt.state[a].clear()
     backward(a, b)
     opt.step()
     assert [opt.state[p]["step"].item() for p in (a, b)] == [1, 3]

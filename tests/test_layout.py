@@ -62,3 +62,10 @@ def test_sizes_beyond_32_bits(numel):
     layout = build_layout([ParamSpec(0, 5, "bf16", 2), ParamSpec(1, numel, "bf16", 2)], 2**34)
     assert sum(piece.numel for bucket in layout.buckets for piece in bucket.pieces) == numel + 5
     assert layout.param_start[0] >= numel
+
+
+def test_a_slot_holds_whole_elements_of_every_dtype():
+    specs = [ParamSpec(0, 67, "torch.bfloat16", 2), ParamSpec(1, 1, "torch.float32", 4)]
+    nbytes, _ = build_layout(specs, 1).slot_size()
+    assert nbytes >= 134
+    assert nbytes % 8 == 0

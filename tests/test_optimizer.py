@@ -407,6 +407,23 @@ def test_b07_weights_loaded_after_construction_are_picked_up():
         opt.close()
 
 
+def test_weights_written_before_a_save_are_in_the_saved_masters():
+    p = param(1.0, 2, dtype=torch.bfloat16)
+    opt = zofftk.OffloadAdamW([p], lr=0.1, weight_decay=0.0)
+    put_grads([p])
+    opt.step()
+    with torch.no_grad():
+        p.fill_(5.0)
+    saved = opt.state_dict()
+    opt.close()
+    again = zofftk.OffloadAdamW([p])
+    again.load_state_dict(saved)
+    put_grads([p])
+    again.step()
+    assert again.state[p]["master"].tolist() == pytest.approx([4.9, 4.9])
+    again.close()
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -567,6 +584,14 @@ def test_close_leaves_plain_parameters_and_readable_states():
     assert type(p.grad) is torch.Tensor
     with pytest.raises(RuntimeError, match="closed"):
         opt.step()
+
+
+def test_close_with_an_fp32_gradient_in_the_grad_of_an_fp16_parameter():
+    p = param(1.0, 3, dtype=torch.float16)
+    opt = zofftk.OffloadAdamW([p], lr=0.1)
+    p.grad = torch.ones(3)
+    opt.close()
+    assert p.grad.dtype == torch.float32
 
 
 def test_a_forgotten_optimizer_is_freed_with_its_parameters():

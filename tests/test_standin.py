@@ -223,3 +223,12 @@ def test_b36_grad_scaler_unscales(dtype):
     assert scaler.get_scale() == 512.0
     assert opt.state[p]["step"] == 1
     opt.close()
+
+
+def test_a_second_backward_of_a_channels_last_weight_warns_of_nothing():
+    weight = torch.nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    opt = zofftk.OffloadAdamW([weight])
+    for _ in range(2):
+        (weight * 2).sum().backward()
+    assert weight.grad.stride() == weight.stride()
+    opt.close()

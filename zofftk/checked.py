@@ -31,7 +31,8 @@ class CheckedAccess(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._engine.way_up.in_flight or self._engine.way_up.updated:
+        way_up = self._engine.way_up
+        if (way_up.in_flight or way_up.updated) and not way_up.landing:
             self._check_reads(func, args, kwargs)
         if func._schema.is_mutable:
             self._check_writes(func, args, kwargs)

@@ -141,6 +141,7 @@ class Engine:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
         managed.gathered = Gathered.LIVE
+        self.outstanding[managed.index] = 1
         self._norm_is_known = False
         if grad.dtype is not managed.wire and self._add_wide(managed, grad):
             return
@@ -190,7 +191,7 @@ class Engine:
         self._round += 1
 
     def _launch(self, bucket: HostBucket) -> None:
-        if bucket.on_wire or bucket.scale:
+        if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
             self._add_to_total(bucket)
         present = set(bucket.waiting)
         bucket.zero -= present
@@ -219,7 +220,7 @@ class Engine:
         self.device.host_task(f"sum: {bucket.label}", task, reads=wire, writes=[total])
         bucket.summed |= bucket.on_wire
         bucket.on_wire = set()
-        bucket.scale.clear()
+        bucket.scale = {i: scale for i, scale in bucket.scale.items() if i not in bucket.waiting}
         summed = self.device.record(HOST)
         self.device.wait(DOWN, summed, f"summed: {bucket.label} must have been read before it is overwritten")
 
@@ -251,6 +252,7 @@ class Engine:
         self.forget(index)
         managed = self.managed[index]
         managed.gathered = Gathered.LIVE
+        self.outstanding[managed.index] = 1
         self._norm_is_known = False
         for bucket in managed.buckets:
             bucket.zero.add(index)
@@ -273,12 +275,9 @@ class Engine:
         if self._norm_is_known:
             return
         for bucket in self.buckets:
-            if bucket.scale:
-                self._add_to_total(bucket)  # a factor from before the last gradient
             if bucket.summed:
                 self._total_statistics(bucket)
-        arrived = self.device.record(DOWN)
-        self.device.wait(HOST, arrived, "arrived with statistics: those of every bucket go into the norm")
+        self.device.wait(HOST, self.device.record(DOWN), "arrived with statistics: the norm needs those of all buckets")
         sums = [bucket.square_sums for bucket in self.buckets]
         self.device.host_task("norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms])
         self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
@@ -311,6 +310,7 @@ class Engine:
         coefficient = clipping.coefficient(norm, self.config.max_grad_norm) / self.loss_scale
         for managed in live:
             managed.step += 1
+            managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if early else self.threads  # beside compute, it leaves a core
         for bucket in reversed(self.buckets):  # forward needs the first layers first
             updated = self._update(bucket, hypers, coefficient, threads)

@@ -66,8 +66,8 @@ class Layout:
     num_blocks: int
 
     def slot_size(self) -> tuple[int, int]:
-        """Bytes and blocks that hold any one bucket."""
-        nbytes = max(bucket.numel * bucket.itemsize for bucket in self.buckets)
+        """Bytes and blocks that hold any one bucket; the bytes are whole elements of every dtype."""
+        nbytes = _round_up(max(bucket.numel * bucket.itemsize for bucket in self.buckets), ALIGN_NUMEL)
         return nbytes, max(bucket.num_blocks for bucket in self.buckets)
 
 

@@ -53,18 +53,23 @@ class Managed:
         """Somebody has written into the tensor, or given it other memory or another dtype."""
         return self.tensor._version != self.version or self.place != (self.tensor.data_ptr(), self.tensor.dtype)
 
-    def check(self, tensor: torch.Tensor) -> None:
-        """Raises where the engine cannot go on with `tensor`, which the parameter has become."""
+    def complaint(self, tensor: torch.Tensor) -> str | None:
+        """Why the engine cannot go on with `tensor`, which the parameter has become."""
         built = "when the optimizer was built: build the optimizer after the change"
         if tensor.shape != self.shape:
-            raise RuntimeError(f"{self.name} has shape {tuple(tensor.shape)}, it had {tuple(self.shape)} {built}")
+            return f"{self.name} has shape {tuple(tensor.shape)}, it had {tuple(self.shape)} {built}"
         if tensor.device != self.device:
-            raise RuntimeError(f"{self.name} is on {tensor.device}, it was on {self.device} {built}")
+            return f"{self.name} is on {tensor.device}, it was on {self.device} {built}"
         if tensor.dtype != self.place[1] and torch.promote_types(tensor.dtype, self.wire) != self.wire:
-            raise RuntimeError(
+            return (
                 f"{self.name} is {tensor.dtype}, which does not fit into the {self.wire} its gradients and values "
                 f"travel in since it was {self.place[1]} {built}"
             )
+        return None
+
+    def check(self, tensor: torch.Tensor) -> None:
+        if (complaint := self.complaint(tensor)) is not None:
+            raise RuntimeError(complaint)
 
 
 @dataclass(frozen=True)

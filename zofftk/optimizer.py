@@ -145,14 +145,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._stand_ins.collect(managed)
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
             return
-        edited = [managed for managed in engine.managed if managed.is_edited]
-        for managed in edited:
-            managed.check(managed.tensor)
-        for managed in edited:
-            engine.refresh(managed.index)
         for managed in engine.managed:
-            if managed.step and managed.tensor not in self.state:
+            if managed.step and not self.state.get(managed.tensor):
                 self._load_state(managed, None)  # the user has deleted it: it starts anew
+        self._take_over_edits(engine)
         norm = engine.step(self._hypers(), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
@@ -184,6 +180,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._managed[id(new)] = self._managed.pop(id(old))
         self._stand_ins.move(managed, new)
         self._require_engine().refresh(managed.index)
+
+    def _take_over_edits(self, engine: Engine) -> None:
+        """What was written into parameters becomes their master; raises before anything where that is impossible."""
+        edited = [managed for managed in engine.managed if managed.is_edited]
+        for managed in edited:
+            managed.check(managed.tensor)
+        for managed in edited:
+            engine.refresh(managed.index)
 
     def _hypers(self) -> dict[int, Hyper]:
         hypers: dict[int, Hyper] = {}
@@ -258,8 +262,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         managed = self._managed.get(id(param))
         if managed is None:
             raise ValueError("grad() expects a trainable parameter of this optimizer")
-        engine = self._require_engine()
-        engine.deliver()
+        (engine := self._require_engine()).deliver()
+        if param.grad is not self._stand_ins[managed.index]:  # dropped, or put there by hand
+            grad = param.grad
+            return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True) / self._scale.value
         return engine.gradient(managed.index) if managed.gathered is Gathered.LIVE else None
 
     def set_grad(self, param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -285,8 +291,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
-        engine = self._require_engine()
-        for managed in engine.managed:
+        for managed in (engine := self._require_engine()).managed:
             engine.refresh(managed.index)
 
     def report(self) -> StepReport:
@@ -333,6 +338,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`.
         """
         if self._engine is not None:
+            for managed in self._engine.managed:  # a master from before would undo what was written
+                if managed.is_edited and managed.complaint(managed.tensor) is None:
+                    self._engine.refresh(managed.index)
             self._engine.finish()
         saved = super().state_dict()
         saved["state"] = {key: dict(state) for key, state in saved["state"].items()}

@@ -34,6 +34,9 @@ class StandIns:
             hook = hooks.attach(self._engine, managed.index, managed.tensor, self._all)
             self.hooks[managed.index] = hook
 
+    def __getitem__(self, index: int) -> StandIn:
+        return self._all[index]
+
     def _new(self, managed: Managed) -> StandIn:
         param = managed.tensor
         if param.dtype == torch.float16 and hasattr(param, "grad_dtype"):
@@ -58,7 +61,9 @@ class StandIns:
         """Make the engine's view agree with `p.grad`: a dropped one is forgotten, one set by hand is taken."""
         grad = managed.tensor.grad
         if grad is None:
-            self._engine.forget(managed.index)
+            if managed.gathered is Gathered.LIVE:
+                self._engine.forget(managed.index)
+                self.renew(managed.index)
         elif grad is self._all[managed.index]:
             if managed.gathered is Gathered.SPENT:
                 raise RuntimeError(
@@ -73,7 +78,8 @@ class StandIns:
             )
         else:
             check_gradient(grad, managed.name)
-            self._engine.take(managed.index, grad.resolve_neg())
+            if self._engine.take(managed.index, grad.resolve_neg()):
+                self.renew(managed.index)
 
     def move(self, managed: Managed, new: torch.Tensor) -> None:
         """`new` takes the place of the parameter, with a hook and a stand-in of its own."""

@@ -85,13 +85,12 @@ def _same_update(a: UpdateRun, b: UpdateRun) -> bool:
 
 
 def add_to_total(bucket: HostBucket, threads: int) -> Task:
-    """total = scale * (total + wire) for what is on the wire, and scale * total for what is not."""
+    """total += wire for what is on the wire; then total *= scale where another gradient waits to be added to it."""
     total, wire = bucket.total, bucket.wire
     assert total is not None
     first = [bucket.pieces[param] for param in bucket.on_wire - bucket.summed]
     again = [bucket.pieces[param] for param in bucket.on_wire & bucket.summed]
-    gathered = bucket.on_wire | bucket.summed
-    scales = [(bucket.pieces[param], scale) for param, scale in bucket.scale.items() if param in gathered]
+    scales = [(bucket.pieces[param], scale) for param, scale in bucket.scale.items() if param in bucket.waiting]
 
     def task() -> None:
         for piece in first:

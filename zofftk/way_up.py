@@ -31,6 +31,7 @@ class WayUp:
         self._managed = managed
         self.updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot
         self.in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()
+        self.landing = False  # the engine itself writes into parameters
         self._lock = threading.RLock()  # a thread that logs may read a parameter
 
     def send(self) -> None:
@@ -85,7 +86,9 @@ class WayUp:
             self._device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
             written = [managed.name for managed in landed if managed.tensor._version != managed.version]
             data = arrival.slot.typed(bucket.wire.tensor.dtype)
+            self.landing = True
             self._device.copy_back(f"copy back: {bucket.label}", data, placement, [m.tensor for m in landed])
+            self.landing = False
             for managed in landed:
                 managed.version = managed.tensor._version
         del self.in_flight[bucket]
@@ -109,6 +112,7 @@ class WayUp:
         try:
             yield
         except BaseException:
+            self.landing = False
             self.in_flight.clear()
             self.updated.clear()
             self._unwatch(self._managed)

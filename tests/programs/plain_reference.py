@@ -1,0 +1,283 @@
+"""The rules of `OffloadAdamW` in their plainest form: whole tensors, no buckets, no streams, no engine.
+
+A gradient is what autograd delivers, rounded to the dtype of the link; from the second delivery on, the fp32 sum of
+them in order of arrival. A factor multiplies what came before it: it stays a double, multiplied with other factors and
+the clip coefficient, until another gradient of the same parameter arrives, which finds it applied in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from zofftk.cpu_adam import adamw_step
+
+BLOCK = 4096  # elements of one sum of squares, counted from the start of each parameter
+LANES = 32  # partial sums inside a block
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Refused(Exception):
+    """The documented error of an operation: its type and a part of its message."""
+
+    def __init__(self, error: type[BaseException], text: str) -> None:
+        super().__init__(error.__name__, text)
+        self.error, self.text = error, text
+
+
+def square_sum(values: torch.Tensor) -> float:
+    """In fp64, block by block: element i goes to partial sum i mod 32; these are added in a tree."""
+    total = 0.0
+    for block in values.double().square().split(BLOCK) if values.numel() else ():
+        lanes = np.zeros(-(-block.numel() // LANES) * LANES)
+        lanes[: block.numel()] = block.numpy()
+        with np.errstate(invalid="ignore"):
+            lanes = np.add.accumulate(lanes.reshape(-1, LANES), axis=0)[-1]
+            while len(lanes) > 1:
+                lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        total += float(lanes[0])
+    return total
+
+
+@dataclass
+class Gradient:
+    """What has been gathered of one parameter for the coming step; `used` by it from then on."""
+
+    values: torch.Tensor  # flat: in the link's dtype, fp32 from the second delivery on
+    factor: float = 1.0
+    used: bool = False
+    is_zero: bool = False  # set to zero: an exact zero, which factors do not touch
+
+    def square_sum(self) -> float:
+        return square_sum(self.values) * self.factor**2
+
+    def read(self) -> torch.Tensor:
+        return self.values.float() * self.factor
+
+    def add(self, values: torch.Tensor) -> None:
+        if self.is_zero:
+            self.values, self.is_zero = values, False
+        else:
+            self.values, self.factor = self.read() + values.float(), 1.0
+
+    def scale(self, factor: float) -> None:
+        if not self.is_zero:
+            self.factor *= factor
+
+
+@dataclass(eq=False)
+class Row:
+    """One parameter in the optimizer's care, its states flat and row-major."""
+
+    param: torch.Tensor
+    wire: torch.dtype
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: int = 0
+    gradient: Gradient | None = None  # stands in p.grad; a real tensor there goes before it
+    aside: Gradient | None = None  # somebody has kept it, and has put None into p.grad
+    by_hand: bool = False  # a real tensor was in p.grad when this backward began
+    shown: bool = False  # has an entry in the optimizer's state
+    written: bool = False  # torch has seen a write into the parameter since the last update
+    hook: Any = None
+
+    def start_anew(self) -> None:
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+        self.step = 0
+
+    def take_over(self) -> None:
+        """Weights were written: a master whose rounded value still stands keeps its bits."""
+        value = self.param.detach().reshape(-1)
+        changed = self.master.to(self.wire).to(value.dtype) != value
+        self.master[changed] = value[changed].float()
+        self.written = False
+
+
+@dataclass(eq=False)
+class PlainAdamW:
+    """`groups` are dicts of hyper-parameters with `params`."""
+
+    groups: list[dict[str, Any]]
+    max_grad_norm: float | None = None
+    wire_dtype: torch.dtype | None = None
+    rows: dict[int, Row] = field(default_factory=dict)  # by id of the parameter, in the order they were taken over
+    waiting: dict[int, dict[str, Any]] = field(default_factory=dict)  # states loaded for frozen parameters
+    skipped_steps: int = 0
+    last_step_skipped: bool = False
+    last_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        self.manage([param for param in self.params() if param.requires_grad])
+
+    def params(self) -> list[torch.Tensor]:
+        return [param for group in self.groups for param in group["params"]]
+
+    def manage(self, params: list[torch.Tensor]) -> None:
+        """Take over parameters; from then on the gradients of the trainable ones are taken as they are delivered."""
+        for param in params:
+            if id(param) not in self.rows:
+                master = param.detach().reshape(-1).float().clone()
+                row = Row(param, self.wire_dtype or param.dtype, master, *(torch.zeros_like(master) for _ in "12"))
+                self.rows[id(param)] = row
+                if saved := self.waiting.pop(id(param), None):
+                    self._load(row, saved)
+                if param.dtype == torch.float16:
+                    param.grad_dtype = None  # p.grad takes gradients of any dtype
+            row = self.rows[id(param)]
+            if row.hook is None and param.requires_grad:
+                row.hook = param.register_post_accumulate_grad_hook(lambda param, row=row: self._delivered(row))
+
+    def close(self) -> None:
+        for row in self.rows.values():
+            row.gradient = None
+            if row.hook is not None:
+                row.hook.remove()
+            if row.param.dtype == torch.float16 and (row.param.grad is None or row.param.grad.dtype == torch.float16):
+                row.param.grad_dtype = torch.float16
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        for row in self.rows.values():
+            row.by_hand = row.param.grad is not None
+
+    def _delivered(self, row: Row) -> None:
+        grad, row.param.grad = row.param.grad, None
+        if row.by_hand:  # autograd has added to the tensor in p.grad: it is all of the gradient
+            row.by_hand, row.gradient = False, None
+        self.gather(row, grad)
+
+    def gather(self, row: Row, grad: torch.Tensor) -> None:
+        values = grad.detach().reshape(-1).to(row.wire).clone()
+        row.aside = None
+        if row.gradient is None:
+            row.gradient = Gradient(values)
+        elif row.gradient.used:
+            raise Refused(RuntimeError, "call zero_grad() before the next backward")
+        else:
+            row.gradient.add(values)
+
+    def set_zero(self, row: Row) -> None:
+        row.gradient = Gradient(torch.zeros_like(row.master), is_zero=True)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for param in self.params():
+            row = self.rows.get(id(param))
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+            elif row is not None and row.gradient is not None:
+                self.set_zero(row)
+            if row is not None and set_to_none:
+                row.gradient = row.aside = None
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.manage([param for param in self.params() if param.grad is not None])
+        rows = [row for row in self.rows.values() if any(row.param is param for param in self.params())]
+        for param in self.params():
+            row = self.rows.get(id(param))
+            if row and param.grad is None and row.gradient is not None and row.gradient.used:
+                raise Refused(RuntimeError, "Call zero_grad() after each step")
+            if row and (param.grad is not None or row.gradient is None):
+                row.aside = None  # this step goes by what is in p.grad: what is not there is dropped
+        gradients: list[tuple[Row, Gradient]] = []
+        for row in rows:
+            if row.param.grad is not None:
+                gradients.append((row, Gradient(row.param.grad.detach().reshape(-1).to(row.wire).clone())))
+            elif row.gradient is not None:
+                gradients.append((row, row.gradient))
+        if not gradients:
+            return
+        for row in self.rows.values():
+            if row.step and not row.shown:
+                row.start_anew()
+            if row.written:
+                row.take_over()
+        norm = self.last_grad_norm = math.sqrt(sum(gradient.square_sum() for _, gradient in gradients))
+        self.last_step_skipped = not math.isfinite(norm)
+        if self.last_step_skipped:
+            self.skipped_steps += 1
+            return
+        coefficient = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+        for row, gradient in gradients:
+            self._update(row, gradient, coefficient)
+            gradient.used = True
+        for row in self.rows.values():
+            row.shown = row.step > 0
+
+    def _update(self, row: Row, gradient: Gradient, coefficient: float) -> None:
+        group = next(group for group in self.groups if any(row.param is param for param in group["params"]))
+        row.step += 1
+        new = torch.empty(row.master.numel(), dtype=row.wire)
+        adamw_step(
+            row.master,
+            row.exp_avg,
+            row.exp_avg_sq,
+            gradient.values,
+            step=row.step,
+            lr=float(group["lr"]),
+            betas=tuple(float(beta) for beta in group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=gradient.factor * coefficient,
+            out=new,
+            threads=1,
+        )
+        with torch.no_grad():
+            row.param.copy_(new.view(row.param.shape))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def delete_state(self, param: torch.Tensor) -> None:
+        row = self.rows.get(id(param))
+        self.waiting.pop(id(param), None)
+        if row is not None:
+            row.shown = False
+
+    def save(self) -> dict[str, Any]:
+        """Groups without their parameters, and the state of each parameter that has one, by position."""
+        states = {}
+        for row in self.rows.values():
+            if row.written:
+                row.take_over()
+        for position, param in enumerate(self.params()):
+            row = self.rows.get(id(param))
+            if row is not None and row.shown:
+                states[position] = {"step": row.step, **{name: getattr(row, name).clone() for name in STATES}}
+            elif id(param) in self.waiting:
+                states[position] = self.waiting[id(param)]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
+        return copy.deepcopy({"groups": groups, "sizes": [len(g["params"]) for g in self.groups], "states": states})
+
+    def load(self, saved: dict[str, Any]) -> None:
+        if saved["sizes"] != [len(group["params"]) for group in self.groups]:
+            raise Refused(ValueError, "the saved groups hold")
+        for group, hyper in zip(self.groups, copy.deepcopy(saved["groups"]), strict=True):
+            group.update(hyper)
+        self.waiting = {}
+        self.manage([param for param in self.params() if param.requires_grad])
+        for position, param in enumerate(self.params()):
+            state = saved["states"].get(position)
+            row = self.rows.get(id(param))
+            if row is None and state is not None:
+                self.waiting[id(param)] = state
+            elif row is not None and state is None:
+                row.start_anew()
+                row.shown = False
+            elif row is not None:
+                self._load(row, state)
+
+    def _load(self, row: Row, state: dict[str, Any]) -> None:
+        for name in STATES:
+            getattr(row, name).copy_(state[name])
+        row.step, row.shown = state["step"], True

@@ -1,0 +1,36 @@
+"""Random training programs: the engine against a plain reference of its documented rules, bit for bit.
+
+`--programs N` runs N of them, `--program SEED` one alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs.draw import draw
+from tests.programs.follower import follow, followable
+from tests.programs.run import difference, run, shrink
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+BLOCK = 50
+FAILED_ONCE: list[int] = []
+
+
+def pytest_generate_tests(metafunc):
+    one = metafunc.config.getoption("program")
+    if "seeds" in metafunc.fixturenames:
+        count = metafunc.config.getoption("programs") if one is None else 0
+        blocks = [range(i, min(i + BLOCK, count)) for i in range(0, count, BLOCK)]
+        blocks += [FAILED_ONCE] if one is None else [[one]]
+        metafunc.parametrize("seeds", blocks, ids=lambda seeds: f"{seeds[0]}+{len(seeds)}" if seeds else "none")
+
+
+@pytest.mark.parametrize("kind", ["reference", "torch"])
+def test_a_program_ends_as_the_plain_reference(seeds, kind):
+    """And the reference, where torch's own optimizer can follow, as torch."""
+    for seed in seeds if kind == "reference" else seeds[::4]:
+        print("program", seed)
+        program, runs = (draw(seed), run) if kind == "reference" else (followable(seed), follow)
+        if (found := difference(program, runs)) is not None:
+            small = shrink(program, runs)
+            pytest.fail(f"{found}\n\nmade smaller, {difference(small, runs)}:\n{small}", pytrace=False)
