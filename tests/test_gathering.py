@@ -196,6 +196,19 @@ def test_negated_views_keep_their_sign():
 # -- dropped and put aside -----------------------------------------------------------------------------------------
 
 
+def test_the_statistics_of_a_dropped_gradient_have_arrived_before_others_take_their_place():
+    p, q = zeros(4, 4)
+    opt = offload([p, q])
+    backward(p)
+    backward(p)
+    assert p.grad.norm().item() == pytest.approx(4.0)
+    backward(q)
+    backward(q)  # the first one is on its way down
+    q.grad.zero_()
+    assert p.grad.norm().item() == pytest.approx(4.0)
+    opt.close()
+
+
 def test_dropping_after_two_backwards_drops_both():
     (p,) = zeros(4)
     opt = offload([p])

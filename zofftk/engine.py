@@ -290,6 +290,9 @@ class Engine:
         if bucket.on_wire:
             self._add_to_total(bucket)
         assert bucket.total is not None
+        assert bucket.arrived is not None
+        # Those of a gradient that was dropped since may still be on their way.
+        self.device.wait(HOST, bucket.arrived, f"arrived in wire: statistics of {bucket.label} are overwritten")
         task = update.total_square_sums(bucket, self.threads)
         self.device.host_task(f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums])
 

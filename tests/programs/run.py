@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -34,10 +34,13 @@ def run(program: Program) -> None:
             done = f"{number} {op}"
             _run_one(user, plain, op)
             _compare(user, plain, full=user.handle is None or op.name == "check")
+        done = "close()"
+        user.close()
     except Exception as error:
+        with suppress(Exception):
+            user.close()
         raise Difference(f"after operation {done}: {type(error).__name__}: {error}") from error
     finally:
-        user.close()
         plain.close()
 
 
