@@ -157,7 +157,9 @@ class Engine:
         for bucket in managed.buckets:
             piece = bucket.pieces[managed.index]
             if managed.index in bucket.on_wire or managed.index in bucket.scale:
+                bucket.waiting[managed.index] = grad
                 self._add_to_total(bucket)
+                del bucket.waiting[managed.index]
             part = self.device.buffer(f"gradient of {managed.name}", piece.numel, torch.float32, "host")
             placement = Placement([Piece(piece.param, piece.start, piece.stop, 0, 0)])
             self.device.load(f"load: gradient of {managed.name}", placement, [grad], part)
@@ -290,9 +292,8 @@ class Engine:
         if bucket.on_wire:
             self._add_to_total(bucket)
         assert bucket.total is not None
-        assert bucket.arrived is not None
-        # Those of a gradient that was dropped since may still be on their way.
-        self.device.wait(HOST, bucket.arrived, f"arrived in wire: statistics of {bucket.label} are overwritten")
+        if bucket.arrived is not None:  # those of a gradient that was dropped since may still be on their way
+            self.device.wait(HOST, bucket.arrived, f"arrived in wire: statistics of {bucket.label} are overwritten")
         task = update.total_square_sums(bucket, self.threads)
         self.device.host_task(f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums])
 

@@ -45,7 +45,7 @@ class StandIn(torch.Tensor):
     @staticmethod
     def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> StandIn:
         # In the layout autograd gives to gradients of `like`: it warns where it adds to one of another layout.
-        strides = torch.empty_like(like, device="meta").stride()
+        strides = like.stride() if isinstance(like, StandIn) else torch.empty_like(like, device="meta").stride()
         self = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=strides, dtype=dtype, device=like.device)
         self.owner = weakref.ref(owner)
         self.index = index

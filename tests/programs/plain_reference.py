@@ -1,7 +1,7 @@
 """The rules of `OffloadAdamW` in their plainest form: whole tensors, no buckets, no streams, no engine.
 
-A gradient is what autograd delivers, rounded to the dtype of the link; from the second delivery on, the fp32 sum of
-them in order of arrival. A factor multiplies what came before it: it stays a double, multiplied with other factors and
+A gradient is what autograd delivers; one that the dtype of the link would round is kept in fp32 instead, unless the
+option wire_dtype asks for it. From the second delivery on it is the fp32 sum of them in order of arrival. A factor multiplies what came before it: it stays a double, multiplied with other factors and
 the clip coefficient, until another gradient of the same parameter arrives, which finds it applied in fp32.
 """
 
@@ -155,7 +155,7 @@ class PlainAdamW:
         self.gather(row, grad)
 
     def gather(self, row: Row, grad: torch.Tensor) -> None:
-        values = grad.detach().reshape(-1).to(row.wire).clone()
+        values = self.on_the_host(row, grad)
         row.aside = None
         if row.gradient is None:
             row.gradient = Gradient(values)
@@ -163,6 +163,10 @@ class PlainAdamW:
             raise Refused(RuntimeError, "call zero_grad() before the next backward")
         else:
             row.gradient.add(values)
+
+    def on_the_host(self, row: Row, grad: torch.Tensor) -> torch.Tensor:
+        is_exact = torch.promote_types(grad.dtype, row.wire) == row.wire
+        return grad.detach().reshape(-1).to(row.wire if self.wire_dtype or is_exact else torch.float32).clone()
 
     def set_zero(self, row: Row) -> None:
         row.gradient = Gradient(torch.zeros_like(row.master), is_zero=True)
@@ -193,7 +197,7 @@ class PlainAdamW:
         gradients: list[tuple[Row, Gradient]] = []
         for row in rows:
             if row.param.grad is not None:
-                gradients.append((row, Gradient(row.param.grad.detach().reshape(-1).to(row.wire).clone())))
+                gradients.append((row, Gradient(self.on_the_host(row, row.param.grad))))
             elif row.gradient is not None:
                 gradients.append((row, row.gradient))
         if not gradients:
