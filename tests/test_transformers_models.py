@@ -113,7 +113,7 @@ def test_a_model_that_converts_itself_after_the_optimizer_was_built_is_refused()
     opt = zofftk.OffloadAdamW(model.named_parameters(), lr=1e-2)
     loss = model(**batch(0)).loss
     with pytest.raises(
-        RuntimeError, match=r"router\.classifier\.weight' was torch.bfloat16 on cpu when .* now: convert"
+        RuntimeError, match=r"router\.classifier\.weight' is torch.float32, which does not fit into the torch.bfloat16"
     ):
         loss.backward()
     opt.close()

@@ -46,12 +46,15 @@ class Managed:
     def note(self) -> None:
         """The tensor is as the host's states say."""
         self.version = self.tensor._version
-        self.place = self.tensor.data_ptr(), self.tensor.dtype
+        self.place = self._place()
 
     @property
     def is_edited(self) -> bool:
         """Somebody has written into the tensor, or given it other memory or another dtype."""
-        return self.tensor._version != self.version or self.place != (self.tensor.data_ptr(), self.tensor.dtype)
+        return self.tensor._version != self.version or self.place != self._place()
+
+    def _place(self) -> tuple[int, torch.dtype]:
+        return self.tensor.untyped_storage()._cdata, self.tensor.dtype
 
     def complaint(self, tensor: torch.Tensor) -> str | None:
         """Why the engine cannot go on with `tensor`, which the parameter has become."""

@@ -1,8 +1,9 @@
 """The rules of `OffloadAdamW` in their plainest form: whole tensors, no buckets, no streams, no engine.
 
-A gradient is what autograd delivers; one that the dtype of the link would round is kept in fp32 instead, unless the
-option wire_dtype asks for it. From the second delivery on it is the fp32 sum of them in order of arrival. A factor multiplies what came before it: it stays a double, multiplied with other factors and
-the clip coefficient, until another gradient of the same parameter arrives, which finds it applied in fp32.
+A gradient is what autograd delivers, in the dtype of the link; one that this would round stays in fp32, unless the
+option wire_dtype asks for it. From the second delivery on it is the fp32 sum of them in order of arrival. A factor
+multiplies what came before it: it stays a double, multiplied with other factors and the clip coefficient, until another
+gradient of the same parameter arrives, which finds it applied in fp32.
 """
 
 from __future__ import annotations
