@@ -13,7 +13,11 @@ from tests.programs.run import difference, run, shrink
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 BLOCK = 50
-FAILED_ONCE: list[int] = []
+# Each showed a fault of the engine. A change of `draw` makes other programs of them; add new ones at the end.
+FAILED_ONCE = [
+    *(0, 4, 8, 10, 16, 40, 44, 58, 98, 124, 245, 248, 260, 274, 279, 307, 468, 489, 532, 615, 718, 742, 872, 878),
+    *(994, 1034, 1088, 1117, 1182),
+]
 
 
 def pytest_generate_tests(metafunc):
