@@ -66,6 +66,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         check_hyper(defaults)
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
+        self._loaded_at: dict[int, int] = {}  # versions of frozen parameters when their states were loaded, by id
         self._stand_ins: list[StandIn] = []  # by index
         self._hooks: dict[int, Any] = {}  # by index
         self._steps = 0
@@ -107,6 +108,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._stand_ins.append(self._new_stand_in(managed))
             if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
                 self._load_state(managed, saved)
+                managed.version = self._loaded_at.pop(id(managed.tensor), managed.version)  # written to since?
                 self._publish_state(managed)
         for param in params:
             managed = self._managed[id(param)]
@@ -348,6 +350,7 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._load_state(managed, saved.get(id(param)))
             elif id(param) in saved:
                 self.state[param] = dict(saved[id(param)])  # kept for when it is trained
+                self._loaded_at[id(param)] = param._version
         self._publish_states(engine)
 
     def _load_state(self, managed: Managed, saved: dict[str, Any] | None) -> None:
