@@ -38,3 +38,15 @@ def test_a_program_ends_as_the_plain_reference(seeds, kind):
         if (found := difference(program, runs)) is not None:
             small = shrink(program, runs)
             pytest.fail(f"{found}\n\nmade smaller, {difference(small, runs)}:\n{small}", pytrace=False)
+
+
+def test_a_fault_is_found_and_its_program_made_small(monkeypatch):
+    monkeypatch.setattr("zofftk.clipping.coefficient", lambda norm, max_norm: 1.0)
+    found = next(program for program in map(draw, range(50)) if difference(program))
+    small = shrink(found)
+    assert len(small.ops) < len(found.ops)
+    assert "step" in str(small.ops[-1])
+
+
+def test_a_seed_gives_the_same_program_again():
+    assert str(draw(7)) == str(draw(7)) != str(draw(8))
