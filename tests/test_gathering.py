@@ -376,6 +376,23 @@ def test_a_state_loaded_for_a_frozen_parameter_waits_for_it():
     again.close()
 
 
+def test_weights_written_after_the_state_of_a_frozen_parameter_was_loaded_stand():
+    p, q = zeros(3, 3)
+    opt = offload([p, q])
+    backward(p, q)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    opt.close()
+    again = offload([p, q.requires_grad_(False)])
+    again.load_state_dict(saved)
+    q.fill_(7.0)
+    q.requires_grad_(True)
+    q.grad = torch.ones(3)
+    again.step()
+    assert q[0].item() == pytest.approx(6.9)
+    again.close()
+
+
 @pytest.mark.parametrize(
     ("where", "value"),
     [

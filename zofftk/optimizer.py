@@ -70,6 +70,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
         self._replacements = Replacements(self._managed)
+        self._loaded_at: dict[int, int] = {}  # versions of frozen parameters when their states were loaded, by id
         self._steps = 0
         self._scale = ScaleKeeper(merged.loss_scale)
         self.last_step_skipped = False
@@ -110,6 +111,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._stand_ins.add(managed)
             if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
                 self._load_state(managed, saved)
+                managed.version = self._loaded_at.pop(id(managed.tensor), managed.version)  # written to since?
                 self._publish_state(managed)
         for param in params:
             self._stand_ins.attach(self._managed[id(param)])
@@ -362,6 +364,7 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._load_state(managed, saved.get(id(param)))
             elif id(param) in saved:
                 self.state[param] = dict(saved[id(param)])  # kept for when it is trained
+                self._loaded_at[id(param)] = param._version
         self._scale.load(state_dict.get("loss_scale"))
         engine.loss_scale = self._scale.value
         self._publish_states(engine)

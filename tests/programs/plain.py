@@ -245,20 +245,16 @@ class Plain:
             self.opt.groups.append({**hyper, "params": new})
             self.opt.manage([param for param in new if param.requires_grad])
 
-    def _written(self, param: torch.Tensor) -> None:
-        if (row := self.opt.rows.get(id(param))) is not None:
-            row.written = True
-
     def load_weights(self, data: int) -> None:
         weights = {name: half_edited(value, data) for name, value in self.model.state_dict().items()}
         self.model.load_state_dict(weights)
         for param in self.params:
-            self._written(param)
+            self.opt.was_written(param)
 
     def edit(self, param: int, data: int) -> None:
         with torch.no_grad():
             self.param(param).copy_(half_edited(self.param(param), data))
-        self._written(self.param(param))
+        self.opt.was_written(self.param(param))
 
     def edit_data(self, param: int, data: int, refresh: bool) -> None:
         self.param(param).data.copy_(half_edited(self.param(param), data))

@@ -110,6 +110,7 @@ class PlainAdamW:
     wire_dtype: torch.dtype | None = None
     rows: dict[int, Row] = field(default_factory=dict)  # by id of the parameter, in the order they were taken over
     waiting: dict[int, dict[str, Any]] = field(default_factory=dict)  # states loaded for frozen parameters
+    written: set[int] = field(default_factory=set)  # ids of those that were written to since
     skipped_steps: int = 0
     last_step_skipped: bool = False
     last_grad_norm: float | None = None
@@ -129,11 +130,19 @@ class PlainAdamW:
                 self.rows[id(param)] = row
                 if saved := self.waiting.pop(id(param), None):
                     self._load(row, saved)
+                    row.written = id(param) in self.written
                 if param.dtype == torch.float16:
                     param.grad_dtype = None  # p.grad takes gradients of any dtype
             row = self.rows[id(param)]
             if row.hook is None and param.requires_grad:
                 row.hook = param.register_post_accumulate_grad_hook(lambda param, row=row: self._delivered(row))
+
+    def was_written(self, param: torch.Tensor) -> None:
+        """By an operation that torch has seen."""
+        if id(param) in self.rows:
+            self.rows[id(param)].written = True
+        elif id(param) in self.waiting:
+            self.written.add(id(param))
 
     def close(self) -> None:
         for row in self.rows.values():
@@ -269,7 +278,7 @@ class PlainAdamW:
             raise Refused(ValueError, "the saved groups hold")
         for group, hyper in zip(self.groups, copy.deepcopy(saved["groups"]), strict=True):
             group.update(hyper)
-        self.waiting = {}
+        self.waiting, self.written = {}, set()
         self.manage([param for param in self.params() if param.requires_grad])
         for position, param in enumerate(self.params()):
             state = saved["states"].get(position)
