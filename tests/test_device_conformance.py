@@ -169,7 +169,7 @@ def test_an_exception_in_a_stream_reaches_the_caller_with_its_own_traceback(devi
     with pytest.raises(KeyError, match="inside the host stream") as caught:
         device.synchronize(device.record(HOST), "wait")
     assert any(entry.name == "fails" for entry in caught.traceback)
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="stopped at an earlier fault: KeyError: 'inside the host stream'"):
         device.host_task("more", lambda: None)
 
 

@@ -232,3 +232,14 @@ def test_a_second_backward_of_a_channels_last_weight_warns_of_nothing():
         (weight * 2).sum().backward()
     assert weight.grad.stride() == weight.stride()
     opt.close()
+
+
+def test_the_data_of_a_stand_in_cannot_be_assigned():
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = zofftk.OffloadAdamW([p], lr=0.1, weight_decay=0.0)
+    p.sum().backward()
+    with pytest.raises(StandInError, match=r"p.grad.data cannot be assigned: set a gradient with optimizer.set_grad"):
+        p.grad.data = torch.ones(2)
+    assert p.grad.data is p.grad
+    assert opt.grad(p).tolist() == [1.0, 1.0]
+    opt.close()

@@ -31,8 +31,7 @@ class CheckedAccess(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        way_up = self._engine.way_up
-        if (way_up.in_flight or way_up.updated) and not way_up.landing:
+        if self._engine.way_up.in_flight or self._engine.way_up.updated:
             self._check_reads(func, args, kwargs)
         if func._schema.is_mutable:
             self._check_writes(func, args, kwargs)

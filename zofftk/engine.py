@@ -29,6 +29,7 @@ import torch
 from zofftk import clipping, update
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
+from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.base import COMPUTE, DOWN, HOST, Buffer, Device, Placement
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
@@ -58,7 +59,7 @@ class Engine:
         self._round = 0
         self._norm_is_known = False
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
-        close_when_gone(self.way_up, device, (self.segments, self.ring))
+        close_when_gone(self.way_up, device, (self.segments, self.ring.slots))
 
     @property
     def host_bytes(self) -> int:
@@ -98,7 +99,7 @@ class Engine:
     def deliver(self) -> None:
         """Take what the hooks have put into the inbox."""
         while self.inbox:
-            with self._lock:
+            with self._lock, interrupts_deferred():
                 taken = self.inbox[:]
                 del self.inbox[: len(taken)]  # a hook in another thread may have added to it in between
                 for index, grad in taken:

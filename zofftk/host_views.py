@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable, ItemsView, ValuesView
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zofftk.state_dict import STATES
+
+if TYPE_CHECKING:
+    from zofftk.engine import Engine
 
 
 class HostViews(dict[str, Any]):
@@ -15,7 +20,33 @@ class HostViews(dict[str, Any]):
     After a checkpoint was loaded, trainers move the states to where the parameters are (`state[key] = value.cuda()`;
     Lightning does, and many scripts). A view replaced by a copy would show and save old values from then on, and 12
     bytes a parameter would fill the device. So an assignment takes over the values only.
+
+    `ready` is called before anything is read: it waits for an update that is under way.
     """
+
+    def __init__(self, ready: Callable[[], None], **views: Any) -> None:
+        super().__init__(**views)
+        self._ready = ready
+
+    def __getitem__(self, key: str) -> Any:
+        self._ready()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._ready()
+        return super().get(key, default)
+
+    def items(self) -> ItemsView[str, Any]:
+        self._ready()
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:
+        self._ready()
+        return super().values()
+
+    def count(self, step: int) -> None:
+        """The parameter has had so many updates; nothing is waited for."""
+        super().__getitem__("step").fill_(step)
 
     def __setitem__(self, key: str, value: Any) -> None:
         view = self.get(key)
@@ -31,3 +62,15 @@ class HostViews(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+
+def finisher(engine: Engine) -> Callable[[], None]:
+    """Waits until the host's states are final, as long as there is an engine that changes them."""
+    reference = weakref.ref(engine)
+
+    def finish() -> None:
+        engine = reference()
+        if engine is not None and (engine.way_up.in_flight or engine.way_up.updated):
+            engine.finish()
+
+    return finish

@@ -15,7 +15,7 @@ from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
-from zofftk.host_views import HostViews
+from zofftk.host_views import HostViews, finisher
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.replaced import Replacements
 from zofftk.report import StepReport, report_of
@@ -210,8 +210,8 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _publish_state(self, managed: Managed) -> None:
         if not self.state.get(managed.tensor):
             views = {name: managed.segment.view(name, managed.index, managed.tensor.shape) for name in STATES}
-            self.state[managed.tensor] = HostViews(step=torch.zeros(()), **views)
-        self.state[managed.tensor]["step"].fill_(managed.step)
+            self.state[managed.tensor] = HostViews(finisher(self._require_engine()), step=torch.zeros(()), **views)
+        self.state[managed.tensor].count(managed.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also what has been gathered of them; with False they become true zeros."""
@@ -325,7 +325,10 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _release(self, engine: Engine) -> None:
         self._stand_ins.release()
-        engine.device.close()
+        try:
+            engine.device.close()
+        finally:
+            engine.way_up.drop()
 
     def _require_engine(self) -> Engine:
         if self._engine is None:

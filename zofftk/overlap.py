@@ -25,15 +25,16 @@ logger = logging.getLogger("zofftk")
 def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
     """Hand the model over, so that `optimizer.step()` returns while the update runs.
 
-    From then on each module's forward waits for its own parameters, and so does any other code that reads or writes a
-    parameter through torch, whether in a forward or between two. The results have the same bits as without. Only code
-    that torch does not see (a kernel called by address, outside of the module that owns the parameter) needs
-    `optimizer.synchronize()` before.
+    From then on each module's forward waits for its own parameters, and so does other code that reads or writes a
+    parameter through torch, in a forward or between two. The results have the same bits as without. Call
+    `optimizer.synchronize()` before code whose reads torch does not show: `torch.func` transforms of plain functions,
+    scripted or traced functions, constructors such as `torch.tensor(p)`, DLPack, and kernels called by address outside
+    of the module that owns the parameter. Until its value has arrived, a parameter's class is a subclass of its own.
 
-    A submodule that was compiled before waits for all of its parameters where it is entered, and a model that was
-    compiled before does so as a whole. A module compiled in place (`module.compile()`) ignores hooks added later; a
-    model that holds one is left as it is, which is logged once. Several models may be handed over, and one more than
-    once.
+    Hand over what is called: of a model that was compiled, `torch.compile`'s result, which then waits as a whole where
+    it is entered, as does a compiled submodule. A module compiled in place (`module.compile()`) ignores hooks added
+    later; a model that holds one is left as it is, which is logged once. Several models may be handed over, and one
+    more than once.
 
     Args:
         model: the root, whose forward is called.
@@ -44,6 +45,8 @@ def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
 
     Raises:
         TypeError: not a module, or not one of this package's optimizers.
+        ValueError: the optimizer holds none of the model's parameters.
+        RuntimeError: the optimizer is closed.
 
     Source: ZeRO-Offload, figure 3 (the parameters' way up), moved behind the forward that reads them.
     """
@@ -51,6 +54,10 @@ def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
         raise TypeError(f"offload expects a torch module, got {type(model).__name__}")
     if not isinstance(optimizer, OffloadAdamW):
         raise TypeError(f"offload expects an OffloadAdamW, got {type(optimizer).__name__}")
+    optimizer._require_engine()
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not any(id(param) in known for param in model.parameters()):
+        raise ValueError("offload expects a model and its optimizer; this one holds none of the model's parameters")
     return ForwardOverlap(model, optimizer)
 
 
@@ -59,15 +66,15 @@ class ForwardOverlap:
 
     def __init__(self, model: nn.Module, optimizer: OffloadAdamW) -> None:
         self._optimizer = weakref.ref(optimizer)  # the model does not keep it alive
-        self._model_params = [*model.parameters()]
-        self._covered: set[int] = set()  # ids of parameters whose module has been seen to be called
+        self._params = [*model.parameters()]
         self._units = dict(_units(model))
+        self._covered = {id(param) for params in _seen_by_torch(model) for param in params}  # see `_enter`
         self._hooks: list[RemovableHandle] = []
         in_place = [name for name, module in model.named_modules() if _is_compiled_in_place(module)]
         if in_place:
             logger.warning(
                 "zofftk.offload: %s was compiled in place and ignores hooks added now, so step() waits for the whole "
-                "update; call zofftk.offload before compiling",
+                "update; call zofftk.offload before module.compile()",
                 in_place[0] or "the model",
             )
             return
@@ -78,11 +85,14 @@ class ForwardOverlap:
 
     def _enter_root(self, module: nn.Module) -> None:
         if (optimizer := self._optimizer()) is not None:
-            params = (param for group in optimizer.param_groups for param in group["params"])  # also of later groups
-            optimizer.land(param for param in params if id(param) not in self._covered)
+            params = [param for group in optimizer.param_groups for param in group["params"]]  # also of later groups
+            if torch.is_grad_enabled():
+                params = [param for param in params if id(param) not in self._covered]
+            optimizer.land(params)  # all of them in an evaluation, where modules choose their kernels by what they see
 
     def _enter(self, module: nn.Module) -> None:
-        params = self._units[module]
+        """Its parameters are read by its own forward, and need not be waited for where the model is entered."""
+        params = self._units.get(module) or module.parameters(recurse=False)  # a copy of a module has its hooks
         self._covered.update(map(id, params))
         if (optimizer := self._optimizer()) is not None:
             optimizer.land(params)
@@ -94,7 +104,7 @@ class ForwardOverlap:
         self._hooks = []
         if (optimizer := self._optimizer()) is not None:
             optimizer.overlaps.discard(self)
-            optimizer.land(self._model_params)
+            optimizer.land(self._params)
 
 
 class _Hook:
@@ -121,15 +131,26 @@ def no_wait(module: nn.Module, *_: Any) -> None:
     """In place of the hook, in a copy of a model that was handed over: nobody updates the copy."""
 
 
+# In an evaluation these read their children's parameters through torch, but only where they find no hooks on them.
+_FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
 def _units(module: nn.Module) -> list[tuple[nn.Module, list[torch.Tensor]]]:
     """Modules that wait, with the parameters each waits for: its own, or all below it where it is compiled."""
     if isinstance(module, torch._dynamo.OptimizedModule):
         return [(module, [*module.parameters()])]
+    if isinstance(module, _FUSED):
+        return []
     own: list[torch.Tensor] = list(module.parameters(recurse=False))
     units = [(module, own)] if own else []
     for child in module.children():
         units += _units(child)
     return units
+
+
+def _seen_by_torch(module: nn.Module) -> list[list[torch.Tensor]]:
+    """Parameters that need no hook."""
+    return [[*part.parameters()] for part in module.modules() if isinstance(part, _FUSED)]
 
 
 def _is_compiled_in_place(module: nn.Module) -> bool:

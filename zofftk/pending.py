@@ -7,14 +7,11 @@ its new value first. Questions that do not touch the values, such as those for i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree
-
-from zofftk.deferred_interrupts import interrupts_deferred
 
 Land = Callable[[], None]
 
@@ -27,6 +24,12 @@ _METHODS = (
     "__len__ dim element_size get_device is_complex is_contiguous is_floating_point is_inference ndimension nelement "
     "numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride"
 )
+# These do not come by __torch_function__; the first two look at the class and the attributes before they read.
+_UNSEEN = [
+    *("__deepcopy__", "__reduce_ex__", "__iter__", "_lazy_clone", "_typed_storage", "_view_func", "as_subclass", "new"),
+    *("new_tensor", "set_", "unflatten", "to_sparse_coo"),
+    *(f"{prefix}to_sparse{layout}" for prefix in ("", "_") for layout in ("_bsc", "_bsr", "_csc", "_csr")),
+]
 _FUNCTIONS = "is_complex is_floating_point is_inference is_tensor numel"
 
 
@@ -67,7 +70,7 @@ def unmark(tensor: torch.Tensor) -> None:
     """The value has arrived, or never will."""
     if is_pending(tensor):
         tensor.__class__ = type(tensor).__bases__[0]
-        delattr(tensor, _LAND)
+        vars(tensor).pop(_LAND, None)
 
 
 def _subclass(cls: type) -> type[Any]:
@@ -77,18 +80,19 @@ def _subclass(cls: type) -> type[Any]:
             "__module__": __name__,
             "__torch_function__": classmethod(torch.compiler.disable(_land_and_go_on)),
             "__new__": lambda pending, *args, **kwargs: cls(*args, **kwargs),  # somebody makes another of p's type
-            # These do not come by __torch_function__, and look at the class and the attributes first.
-            "__deepcopy__": lambda self, memo: copy.deepcopy(_landed(self), memo),
-            "__reduce_ex__": lambda self, protocol: _landed(self).__reduce_ex__(protocol),
+            **{name: _landing(name) for name in _UNSEEN if hasattr(cls, name)},
         }
         _PENDING[cls] = type(cls)(f"Pending{cls.__name__}", (cls,), members)
     return _PENDING[cls]
 
 
+def _landing(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(_landed(self), name)(*args, **kwargs)
+
+
 def _landed(value: Any) -> Any:
-    if is_pending(value):
-        with interrupts_deferred():  # an update lands as a whole
-            getattr(value, _LAND)()
+    if is_pending(value) and (land := getattr(value, _LAND, None)) is not None:  # else another thread was quicker
+        land()
     return value
 
 

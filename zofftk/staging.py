@@ -28,6 +28,7 @@ class StagingRing:
     def __init__(self, device: Device, num_slots: int) -> None:
         self._device = device
         self._num_slots = num_slots
+        self.slots: list[Slot] = []  # all of them, whoever holds them
         self._free: deque[Slot] = deque()
         self._slot_bytes = -1
         self._num_blocks = -1
@@ -38,17 +39,21 @@ class StagingRing:
             return
         self._slot_bytes = max(slot_bytes, self._slot_bytes)
         self._num_blocks = max(num_blocks, self._num_blocks)
+        for slot in self._free:
+            if slot.last_use is not None:
+                self._device.synchronize(slot.last_use, f"larger slots: {slot.data.name} must have been emptied")
         self._free.clear()
+        self.slots.clear()
         for number in range(self._num_slots):
             name = f"staging slot {number}"
             data = self._device.buffer(name, self._slot_bytes, torch.uint8, "device")
             square_sums = self._device.buffer(f"{name} statistics", self._num_blocks, torch.float64, "device")
-            self._free.append(Slot(data, square_sums))
+            self.slots.append(Slot(data, square_sums))
+        self._free.extend(self.slots)
 
     @property
     def nbytes(self) -> int:
-        """Of all slots, while none is held."""
-        return len(self._free) * (self._slot_bytes + 8 * self._num_blocks)
+        return len(self.slots) * (self._slot_bytes + 8 * self._num_blocks)
 
     @property
     def free(self) -> int:
@@ -57,10 +62,10 @@ class StagingRing:
 
     def acquire(self, stream: StreamName) -> Slot:
         """The slot that was released first; `stream` goes on when its last use is over."""
-        slot = self._free.popleft()
+        slot = self._free[0]
         if slot.last_use is not None and slot.last_use.stream != stream:
             self._device.wait(stream, slot.last_use, f"slot for {stream}: {slot.data.name} must have been emptied")
-        return slot
+        return self._free.popleft()
 
     def release(self, slot: Slot, last_use: Event) -> None:
         slot.last_use = last_use

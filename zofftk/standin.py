@@ -19,6 +19,9 @@ from zofftk.validation import check_gradient
 aten = torch.ops.aten
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class StandInError(RuntimeError):
     """An operation on `p.grad` that needs the values, which are not there."""
 
@@ -82,6 +85,16 @@ class StandIn(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def data(self) -> StandIn:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, StandIn):
+            raise StandInError("p.grad.data cannot be assigned: set a gradient with optimizer.set_grad(p, value)")
+        _DATA.__set__(self, value)  # `model.bfloat16()` converts it with the parameter
 
     # These go round the dispatcher, straight to the memory that is not there.
     def tolist(self) -> Any:

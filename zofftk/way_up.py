@@ -7,15 +7,18 @@ Only what lands is in the parameters, and `land` is where compute waits for it.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from zofftk import pending
+from zofftk.ambient import undisturbed
+from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.base import COMPUTE, UP, Device
 from zofftk.host_state import HostBucket
 from zofftk.managed import Arrival, Managed, Update
@@ -31,25 +34,31 @@ class WayUp:
         self._managed = managed
         self.updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot
         self.in_flight: OrderedDict[HostBucket, Arrival] = OrderedDict()
-        self.landing = False  # the engine itself writes into parameters
         self._lock = threading.RLock()  # a thread that logs may read a parameter
+        _alive.add(self)
 
     def send(self) -> None:
         """Start the next buckets, as many as there are free slots."""
-        with self._dropped_on_a_fault():
+        with interrupts_deferred():
             while self.updated and self._ring.free:
-                bucket, update = self.updated.popitem(last=False)
+                bucket, update = next(iter(self.updated.items()))
                 self._device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
                 slot = self._ring.acquire(UP)
                 data = slot.typed(bucket.wire.tensor.dtype)
                 self._device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
                 bucket.sent = self._device.record(UP)
                 self.in_flight[bucket] = Arrival(update, slot, bucket.sent)
+                del self.updated[bucket]
 
     def watch(self, managed: Managed) -> None:
-        """Whoever reads this parameter lands it first; one of a kind that cannot be watched lands now."""
+        """Whoever reads this parameter lands it first; one that can be read unseen lands now."""
+        if not self.is_under_way(managed):
+            return
+        # Autograd must not go on with a graph from before the step: it looks at the version alone.
+        torch.autograd.graph.increment_version(managed.tensor)
+        managed.note()
         land = partial(self.land, managed)
-        if self.is_under_way(managed) and not pending.mark(managed.tensor, land):
+        if _has_aliases(managed.tensor) or not pending.mark(managed.tensor, land):
             land()
 
     def is_under_way(self, managed: Managed) -> bool:
@@ -57,15 +66,16 @@ class WayUp:
 
     def land(self, managed: Managed) -> None:
         """A parameter is about to be read: compute goes on when its new value is there."""
-        with self._lock:
+        with self._lock, interrupts_deferred():
             while self.is_under_way(managed):
                 self._land_next()
 
     def land_all(self) -> None:
         """All parameters are about to be read."""
-        with self._lock:
-            while self.in_flight:
-                self._land_next()
+        if self.in_flight:
+            with self._lock, interrupts_deferred():
+                while self.in_flight:
+                    self._land_next()
 
     def land_before_backward(self, managed: Managed) -> None:
         """A gradient has come: free the slots from what no forward has read since the step."""
@@ -79,21 +89,23 @@ class WayUp:
         self.land_all()
 
     def _land_next(self) -> None:
+        """After a fault all is as before, so that whoever reads next meets it again."""
         bucket, arrival = next(iter(self.in_flight.items()))
         placement = bucket.placement(arrival.update.present)
         landed = [self._managed[piece.param] for piece in placement.pieces]
-        with self._dropped_on_a_fault(), torch._C.DisableTorchFunctionSubclass():  # these reads do not have to wait
+        with undisturbed():
             self._device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
             written = [managed.name for managed in landed if managed.tensor._version != managed.version]
             data = arrival.slot.typed(bucket.wire.tensor.dtype)
-            self.landing = True
             self._device.copy_back(f"copy back: {bucket.label}", data, placement, [m.tensor for m in landed])
-            self.landing = False
             for managed in landed:
                 managed.version = managed.tensor._version
+            emptied = self._device.record(COMPUTE)
         del self.in_flight[bucket]
-        self._unwatch(landed)
-        self._ring.release(arrival.slot, self._device.record(COMPUTE))
+        for managed in landed:
+            if not self.is_under_way(managed):
+                pending.unmark(managed.tensor)
+        self._ring.release(arrival.slot, emptied)
         self.send()
         if written:
             raise RuntimeError(
@@ -101,19 +113,27 @@ class WayUp:
                 "does not see; what it wrote is lost: call synchronize() on the optimizer before"
             )
 
-    def _unwatch(self, landed: Sequence[Managed]) -> None:
-        for managed in landed:
-            if not self.is_under_way(managed):
-                pending.unmark(managed.tensor)
+    def drop(self) -> None:
+        """Nothing will arrive any more: parameters keep the values they have."""
+        self.in_flight.clear()
+        self.updated.clear()
+        for managed in self._managed:
+            pending.unmark(managed.tensor)
 
-    @contextmanager
-    def _dropped_on_a_fault(self) -> Iterator[None]:
-        """After a fault nothing will arrive: the parameters keep the values they have."""
-        try:
-            yield
-        except BaseException:
-            self.landing = False
-            self.in_flight.clear()
-            self.updated.clear()
-            self._unwatch(self._managed)
-            raise
+
+def _has_aliases(tensor: torch.Tensor) -> bool:
+    """Other tensors share its memory (`detach()`, views, a kept state dict): whoever reads those is not seen."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage`
+
+
+_alive: weakref.WeakSet[WayUp] = weakref.WeakSet()
+
+
+def _land_before_fork() -> None:
+    """The child has the parent's memory, but not the threads that would bring the values."""
+    for way_up in list(_alive):
+        way_up.land_all()
+
+
+os.register_at_fork(before=_land_before_fork)

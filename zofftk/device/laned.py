@@ -60,16 +60,23 @@ class Fault:
     """The first exception of any lane. Later work is dropped, so that every waiter wakes up and sees it."""
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None
+        self.is_set = False
+        self._error: BaseException | None = None
+        self._summary = ""
         self._lock = threading.Lock()
 
     def set(self, error: BaseException) -> None:
         with self._lock:
-            self.error = self.error or error
+            if not self.is_set:
+                self.is_set, self._error, self._summary = True, error, f"{type(error).__name__}: {error}"
 
     def raise_if_set(self) -> None:
-        if self.error is not None:
-            raise self.error
+        """The error itself the first time. It is let go of then: its traceback holds the caller's frames, and so all
+        that should end with the optimizer."""
+        if self.is_set:
+            with self._lock:
+                error, self._error = self._error, None
+            raise error or RuntimeError(f"the offload engine has stopped at an earlier fault: {self._summary}")
 
 
 class Lane:
@@ -90,7 +97,7 @@ class Lane:
 def _work(operations: queue.SimpleQueue[tuple[Operation, bool] | None], fault: Fault, before: Operation | None) -> None:
     while (entry := operations.get()) is not None:
         operation, always = entry
-        if fault.error is not None and not always:
+        if fault.is_set and not always:
             continue
         try:
             if before is not None and not always:
