@@ -19,14 +19,14 @@ def test_python_blocks_run(code):
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
     if "opt" in names:
-        assert names["opt"].report().steps == 3
+        assert names["opt"].report().steps == 4
         names["opt"].close()
     if "out" in names:
         assert (names["out"] == 0.8984375).all()
 
 
 def test_there_are_blocks_to_run():
-    assert len(PYTHON_BLOCKS) == 3
+    assert len(PYTHON_BLOCKS) == 4
 
 
 def test_make_targets_exist():
