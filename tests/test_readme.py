@@ -19,7 +19,7 @@ def test_python_blocks_run(code):
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
     if "opt" in names:
-        assert names["opt"].report().steps == 4
+        assert names["opt"].report().steps == 3
         names["opt"].close()
     if "out" in names:
         assert (names["out"] == 0.8984375).all()
