@@ -158,6 +158,26 @@ def test_b24_nothing_is_rounded_up():
     assert memory.registered_bytes == sum(buffer.numel() for buffer in buffers) == 48 * mib + 1
 
 
+def test_what_a_freed_buffer_took_of_the_bound_is_free_again(caplog):
+    runtime = FakeRuntime()
+    memory = PinnedMemory(runtime, 10_000)
+    for _ in range(3):
+        buffer = memory.allocate(8000)[5:]
+        assert memory.registered_bytes == sum(runtime.registered.values()) == 8000
+        del buffer
+        assert memory.registered_bytes == 0
+    assert memory.refused_bytes == 0
+    assert not caplog.records
+
+
+def test_a_buffer_that_cannot_be_unregistered_is_not_counted_for_ever(monkeypatch):
+    runtime = FakeRuntime()
+    monkeypatch.setattr(runtime, "hostUnregister", lambda pointer: 1 / 0)
+    memory = PinnedMemory(runtime, None)
+    memory.allocate(8000)
+    assert memory.registered_bytes == 0
+
+
 # -- faults and the end --------------------------------------------------------------------------------------------
 
 
