@@ -250,6 +250,15 @@ class Engine:
                 if index not in bucket.zero:
                     bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
 
+    def change_loss_scale(self, value: float) -> None:
+        """What has been gathered keeps its true value."""
+        self.deliver()
+        ratio, self.loss_scale = value / self.loss_scale, value
+        for managed in self.managed if ratio != 1.0 else ():
+            if managed.gathered is Gathered.LIVE:
+                self.scale_gradient(managed.index, ratio)
+                managed.square_sum /= ratio**2
+
     def zero_gradient(self, index: int) -> None:
         """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""
         self.forget(index)
@@ -362,7 +371,7 @@ class Engine:
         """A copy of the gathered gradient of one parameter, fp32 on the host, in its shape; waits for it."""
         self._take_norms()
         managed = self.managed[index]
-        flat = torch.zeros(managed.tensor.numel())
+        flat = torch.zeros(managed.tensor.numel(), dtype=torch.float32)
         for bucket in managed.buckets:
             self.device.touch(f"read the gradient of {managed.name}", reads=[bucket.gradient_source(index)])
             bucket.read_gradient(index, flat)
@@ -381,16 +390,3 @@ class Engine:
         if managed.gathered is not Gathered.LIVE:
             return None
         return self.gradient(index).to(managed.tensor.device, managed.tensor.dtype)
-
-    def refresh(self, index: int) -> None:
-        """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
-        managed = self.managed[index]
-        self.way_up.land_all()
-        self.finish()
-        master = managed.segment.view("master", index, managed.tensor.shape)
-        value = managed.tensor.detach().to(master.device)
-        masters = [bucket.master for bucket in managed.buckets]
-        self.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
-        changed = master.to(self.config.wire_dtype or value.dtype).to(value.dtype) != value
-        master[changed] = value[changed].float()
-        managed.note()

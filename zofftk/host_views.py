@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable, ItemsView, Mapping, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zofftk.state_dict import STATES
+from zofftk.managed import Managed
+from zofftk.state_dict import STATES, check_state
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
@@ -21,12 +22,14 @@ class HostViews(dict[str, Any]):
     Lightning does, and many scripts). A view replaced by a copy would show and save old values from then on, and 12
     bytes a parameter would fill the device. So an assignment takes over the values only.
 
-    `ready` is called before anything is read: it waits for an update that is under way.
+    `index` is the parameter's. `ready` is called before anything is read: it waits for an update that is under way.
     """
 
-    def __init__(self, ready: Callable[[], None], **views: Any) -> None:
+    def __init__(self, index: int, ready: Callable[[], None], **views: Any) -> None:
         super().__init__(**views)
+        self.index = index
         self._ready = ready
+        self._counted: tuple[int, int] | None = None
 
     def __getitem__(self, key: str) -> Any:
         self._ready()
@@ -46,7 +49,18 @@ class HostViews(dict[str, Any]):
 
     def count(self, step: int) -> None:
         """The parameter has had so many updates; nothing is waited for."""
-        super().__getitem__("step").fill_(step)
+        number = super().__getitem__("step")
+        if not isinstance(number, torch.Tensor):
+            number = torch.zeros((), dtype=torch.float32)
+            super().__setitem__("step", number)
+        number.fill_(step)
+        self._counted = id(number), number._version
+
+    @property
+    def is_recounted(self) -> bool:
+        """Somebody has changed `step` since, or taken it away."""
+        number = super().get("step")
+        return self._counted != (id(number), getattr(number, "_version", -1))
 
     def __setitem__(self, key: str, value: Any) -> None:
         view = self.get(key)
@@ -62,6 +76,25 @@ class HostViews(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+
+def edited_states(
+    params: Sequence[Managed], states: Mapping[torch.Tensor, Any]
+) -> list[tuple[Managed, dict[str, Any] | None]]:
+    """Parameters whose entry in `states` the user has changed, with what is there now: None, to start anew, or a dict.
+
+    Raises ValueError where it cannot be a state of the parameter.
+    """
+    edited: list[tuple[Managed, dict[str, Any] | None]] = []
+    for managed in params:
+        state = states.get(managed.tensor)
+        if not state:
+            if managed.step:
+                edited.append((managed, None))
+        elif not isinstance(state, HostViews) or state.index != managed.index or state.is_recounted:
+            check_state(state, managed.tensor, managed.name)
+            edited.append((managed, dict(state)))
+    return edited
 
 
 def finisher(engine: Engine) -> Callable[[], None]:

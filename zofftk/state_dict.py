@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zofftk.loss_scale import check_scale_state
 from zofftk.validation import check_hyper
 
 STATES = ("exp_avg", "exp_avg_sq", "master")  # of each parameter, fp32, in its shape
@@ -25,17 +26,19 @@ def match_states(
         if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
             raise ValueError(f"the saved group {number} has no {missing[0]!r}")
         check_hyper(group)
+    check_scale_state(state_dict.get("loss_scale"))
     params = [param for group in param_groups for param in group["params"]]
     saved_ids = [number for group in groups for number in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for saved_id, param in zip(saved_ids, params, strict=True):
         if saved := state_dict["state"].get(saved_id):
-            _check_state(saved, param, names[id(param)])
+            check_state(saved, param, names[id(param)])
             states[id(param)] = saved
     return states
 
 
-def _check_state(saved: dict[str, Any], param: torch.Tensor, name: str) -> None:
+def check_state(saved: dict[str, Any], param: torch.Tensor, name: str) -> None:
+    """ValueError where `saved` cannot be the state of `param`."""
     for key in ("step", "exp_avg", "exp_avg_sq"):
         if saved.get(key) is None:
             raise ValueError(f"the saved state of {name} has no {key!r}")
@@ -49,5 +52,7 @@ def _check_state(saved: dict[str, Any], param: torch.Tensor, name: str) -> None:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"the saved {key} of {name} is {kind}, expected a tensor of real numbers")
+        if value.layout != torch.strided or value.device.type == "meta":
+            raise ValueError(f"the saved {key} of {name} is {value.layout} on {value.device}, expected dense values")
         if value.shape != param.shape:
             raise ValueError(f"the saved {key} of {name} has shape {tuple(value.shape)}, expected {tuple(param.shape)}")

@@ -14,12 +14,14 @@ PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def parameter_name(group: dict[str, Any], group_number: int, number: int) -> str:
-    names = group.get("param_names")
-    return repr(names[number]) if names else f"parameter {number} of group {group_number}"
+    names = group.get("param_names") or []
+    return repr(names[number]) if number < len(names) else f"parameter {number} of group {group_number}"
 
 
 def check_param(param: torch.Tensor, name: str) -> None:
     check_is_plain(param, name)
+    if torch.nn.parameter.is_lazy(param):
+        raise TypeError(f"{name} is not initialised yet, expected a tensor with data: run a forward before")
     if param.layout != torch.strided:
         raise TypeError(f"{name} is {param.layout}, expected a dense tensor")
     if param.dtype not in PARAM_DTYPES:
@@ -65,6 +67,9 @@ def check_memory(params: list[torch.Tensor], names: list[str]) -> None:
 
 
 def check_hyper(group: dict[str, Any]) -> None:
+    for key in ("amsgrad", "maximize", "differentiable"):
+        if group.get(key):
+            raise ValueError(f"{key} is an option of torch's AdamW that is not offered here, expected it to be False")
     for key in ("lr", "eps", "weight_decay"):
         if not isinstance(group[key], numbers.Real | torch.Tensor):
             raise TypeError(f"{key} must be a number, got {group[key]!r}")

@@ -1,0 +1,77 @@
+"""Between `optimizer.state`, the parameters and the host's arenas: what is shown of these, and what is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+
+from zofftk.engine import Engine
+from zofftk.host_views import HostViews, edited_states, finisher
+from zofftk.managed import Managed
+from zofftk.state_dict import STATES
+
+Shown = MutableMapping[torch.Tensor, Any]  # `optimizer.state`
+
+
+def publish(engine: Engine, shown: Shown, managed: Managed) -> None:
+    """Show the host's states of a parameter, as views, beside what the user has put there."""
+    state = shown.get(managed.tensor)
+    if not isinstance(state, HostViews) or not state:
+        views = {name: managed.segment.view(name, managed.index, managed.tensor.shape) for name in STATES}
+        others = {} if state is None else {key: value for key, value in state.items() if key not in views}
+        step = {"step": torch.zeros((), dtype=torch.float32)}
+        state = shown[managed.tensor] = HostViews(managed.index, finisher(engine), **(others | step | views))
+    state.count(managed.step)
+
+
+def publish_all(engine: Engine, shown: Shown) -> None:
+    """Of all parameters that have been updated."""
+    for managed in engine.managed:
+        if managed.step:
+            publish(engine, shown, managed)
+
+
+def load(managed: Managed, saved: dict[str, Any] | None) -> None:
+    """Copy a checked state into the host's arenas; None: as if it had never been updated.
+
+    The master counts where it rounds to the weight that is in the model by the next step; elsewhere that weight does.
+    """
+    for name in STATES:
+        view = managed.segment.view(name, managed.index, managed.tensor.shape)
+        if saved is not None and saved.get(name) is not None:
+            view.copy_(saved[name])
+        elif name != "master":
+            view.zero_()
+    managed.step = 0 if saved is None else int(saved["step"])
+    if saved is not None:
+        managed.version = -1
+
+
+def take_over_edits(engine: Engine, shown: Shown) -> None:
+    """What was written into parameters becomes their master, and what into `state` their state.
+
+    Raises before anything where that is impossible.
+    """
+    states = edited_states(engine.managed, shown)
+    edited = [managed for managed in engine.managed if managed.is_edited]
+    for managed in edited:
+        managed.check(managed.tensor)
+    for managed, state in states:
+        load(managed, state)
+    for managed in dict.fromkeys([*edited, *(managed for managed, _ in states)]):
+        refresh(engine, managed)
+
+
+def refresh(engine: Engine, managed: Managed) -> None:
+    """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
+    engine.way_up.land_all()
+    engine.finish()
+    master = managed.segment.view("master", managed.index, managed.tensor.shape)
+    value = managed.tensor.detach().to(master.device)
+    masters = [bucket.master for bucket in managed.buckets]
+    engine.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
+    changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value
+    master[changed] = value[changed].float()
+    managed.note()
