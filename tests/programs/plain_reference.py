@@ -182,6 +182,7 @@ class PlainAdamW:
         row.gradient = Gradient(torch.zeros_like(row.master), is_zero=True)
 
     def zero_grad(self, set_to_none: bool) -> None:
+        self.manage([param for param in self.params() if param.requires_grad])
         for param in self.params():
             row = self.rows.get(id(param))
             if set_to_none:
@@ -295,3 +296,4 @@ class PlainAdamW:
         for name in STATES:
             getattr(row, name).copy_(state[name])
         row.step, row.shown = state["step"], True
+        row.written = True  # the weights in the model count where the loaded master does not round to them
