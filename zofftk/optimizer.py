@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from zofftk import states
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
+from zofftk.device.laned import EngineStopped
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
 from zofftk.loss_scale import ScaleKeeper
@@ -313,7 +315,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         if engine is None:
             return
         try:
-            engine.way_up.land_all()
+            with suppress(EngineStopped):  # the fault has been raised before; what was under way is lost
+                engine.way_up.land_all()
         finally:
             self._release(engine)
 
