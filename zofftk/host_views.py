@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zofftk.state_dict import STATES
-
 if TYPE_CHECKING:
     from zofftk.engine import Engine
 
@@ -18,15 +16,24 @@ class HostViews(dict[str, Any]):
     """A parameter's `step`, and the views that show what the host holds of it.
 
     After a checkpoint was loaded, trainers move the states to where the parameters are (`state[key] = value.cuda()`;
-    Lightning does, and many scripts). A view replaced by a copy would show and save old values from then on, and 12
-    bytes a parameter would fill the device. So an assignment takes over the values only.
+    Lightning does, and many scripts). A view replaced by a copy would show and save old values from then on, and
+    4 bytes a parameter and state would fill the device. So an assignment takes over the values only.
 
     `ready` is called before anything is read: it waits for an update that is under way.
     """
 
-    def __init__(self, ready: Callable[[], None], **views: Any) -> None:
-        super().__init__(**views)
+    def __init__(self, ready: Callable[[], None]) -> None:
+        super().__init__(step=torch.zeros(()))
         self._ready = ready
+        self._shown: set[str] = set()
+
+    def shows(self, key: str) -> bool:
+        return key in self._shown and key in self
+
+    def show(self, key: str, view: torch.Tensor) -> None:
+        """A state, which stays where it is from now on."""
+        self._shown.add(key)
+        super().__setitem__(key, view)
 
     def __getitem__(self, key: str) -> Any:
         self._ready()
@@ -50,7 +57,7 @@ class HostViews(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         view = self.get(key)
-        if key not in STATES or view is None:
+        if key not in self._shown or view is None:
             super().__setitem__(key, value)
         elif value is not view:
             if not isinstance(value, torch.Tensor) or value.shape != view.shape:
