@@ -66,7 +66,7 @@ def sgd_step(
     threads: int,
     isa: str = "",
 ) -> None:
-    """One SGD step; buffers as in `adam_step`, momentum_buffer 0 where momentum is 0. `first`: it is filled, not read."""
+    """One SGD step; buffers as in `adam_step`, momentum_buffer 0 where momentum is 0. `first`: it is not read."""
 
 def block_square_sums(values: int, dtype: str, n: int, block: int, sums: int, threads: int, isa: str = "") -> None:
     """sums[b] (float64) = sum of squares of elements [b * block, min(n, (b + 1) * block))."""
