@@ -1,4 +1,4 @@
-"""Lion and SGD: the written formula bit for bit, on every instruction set, for all sizes, threads and kinds of values."""
+"""Lion and SGD: the written formula bit for bit, on every instruction set, for all sizes, threads and values."""
 
 import itertools
 
