@@ -1,7 +1,8 @@
-"""python -m experiments NAME [options]"""
+"""python -m experiments NAME [options]; without a name, what there is"""
 
 import argparse
 import importlib
+import sys
 
 # Name: what it measures. Each is a module here with add_arguments(parser) and run(options) -> exit code.
 EXPERIMENTS = {
@@ -14,6 +15,9 @@ EXPERIMENTS = {
 
 
 def main() -> int:
+    if not sys.argv[1:]:
+        print(listing())
+        return 0
     parser = argparse.ArgumentParser(prog="python -m experiments", description="Measurements, each kept as a record.")
     commands = parser.add_subparsers(title="experiments", metavar="NAME", required=True)
     for name, measures in EXPERIMENTS.items():
@@ -23,6 +27,17 @@ def main() -> int:
         command.set_defaults(run=module.run)
     options = parser.parse_args()
     return options.run(options)
+
+
+def listing() -> str:
+    lines = [f"  {name:16}{measures}" for name, measures in EXPERIMENTS.items()]
+    return "\n".join(
+        [
+            "Measurements; each prints its figures and keeps them under experiments/results:",
+            *lines,
+            "Run one with `python -m experiments NAME`; its options: `python -m experiments NAME --help`.",
+        ]
+    )
 
 
 if __name__ == "__main__":

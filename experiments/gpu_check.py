@@ -13,6 +13,7 @@ import torch
 
 from experiments.record import keep
 from experiments.torch_timer import DeviceTimer
+from experiments.verdict import verdict
 from zofftk.triton_kernels import BLOCK_NUMEL, CopyBackPlan, PackPlan, Span, count_blocks  # pyright: ignore
 
 REQUIRED = {
@@ -41,15 +42,17 @@ def run(options: argparse.Namespace) -> int:
     timer = DeviceTimer(device)
     results = measure_kernels(device, timer, options.scale) | measure_copies(device, timer, options.scale)
     for name, value in results.items():
-        required = f"   (required: {REQUIRED[name]})" if name in REQUIRED else ""
-        print(f"{name:48}{value:10.3f}{required}")
+        print(f"{name:48}{value:10.3f}")
+    met = {name: results[name] >= least for name, least in REQUIRED.items()}
+    for name, least in REQUIRED.items():
+        print(f"required: {name} at least {least}: {verdict(met[name])}")
     steps = []
     for preset, count in [("1b", 2)] if options.quick else [("1b", 5), ("4b", 3)]:
         steps += [measure_steps(side, preset, count, options) for side in ("zofftk", "torchao", "deepspeed")]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     config = {"quick": options.quick, "card": name, "scale": options.scale}
     print("record:", keep("gpu_check", config, steps, results))
-    return 0 if all(results[name] >= least for name, least in REQUIRED.items()) else 1
+    return 0 if all(met.values()) else 1
 
 
 # -- kernels -------------------------------------------------------------------------------------------------------

@@ -158,6 +158,26 @@ def test_b24_nothing_is_rounded_up():
     assert memory.registered_bytes == sum(buffer.numel() for buffer in buffers) == 48 * mib + 1
 
 
+def test_what_a_freed_buffer_took_of_the_bound_is_free_again(caplog):
+    runtime = FakeRuntime()
+    memory = PinnedMemory(runtime, 10_000)
+    for _ in range(3):
+        buffer = memory.allocate(8000)[5:]
+        assert memory.registered_bytes == sum(runtime.registered.values()) == 8000
+        del buffer
+        assert memory.registered_bytes == 0
+    assert memory.refused_bytes == 0
+    assert not caplog.records
+
+
+def test_a_buffer_that_cannot_be_unregistered_is_not_counted_for_ever(monkeypatch):
+    runtime = FakeRuntime()
+    monkeypatch.setattr(runtime, "hostUnregister", lambda pointer: 1 / 0)
+    memory = PinnedMemory(runtime, None)
+    memory.allocate(8000)
+    assert memory.registered_bytes == 0
+
+
 # -- faults and the end --------------------------------------------------------------------------------------------
 
 
@@ -188,6 +208,20 @@ def test_events_are_destroyed():
     train(device, steps=2)
     gc.collect()
     assert runtime.calls["eventDestroy"] > 20
+
+
+def test_an_event_that_cannot_be_destroyed_says_nothing(monkeypatch):
+    device, runtime = open_fake()
+    said = []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    monkeypatch.setattr(runtime, "eventDestroy", lambda event: 1 / 0)  # as at exit, where the driver has gone before
+    event = device.record("down")
+    device.synchronize(event, "down")
+    assert event.handle.event is not None
+    del event
+    gc.collect()
+    device.close()
+    assert said == []
 
 
 @pytest.mark.parametrize("when", ["backward", "step", "early step", "never"])

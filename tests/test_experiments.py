@@ -25,6 +25,23 @@ def test_every_experiment_can_be_named():
         assert callable(module.run)
 
 
+def test_without_a_name_they_are_listed(monkeypatch, capsys):
+    main = importlib.import_module("experiments.__main__")
+    monkeypatch.setattr("sys.argv", ["experiments"])
+    assert main.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, measures in main.EXPERIMENTS.items():
+        assert f"  {name:16}{measures}" in lines
+    assert "Run one with `python -m experiments NAME`" in lines[-1]
+
+
+@pytest.mark.parametrize(("ratio", "says"), [(1.0, "1.10: met"), (1.2, "1.10: missed: noise on a busy machine can")])
+def test_they_say_whether_what_is_required_was_met(ratio, says, capsys):
+    step_time = importlib.import_module("experiments.step_time")
+    step_time.show(step_time.compare({"torch": [[10.0]], "zofftk": [[10.0 * ratio]]}))
+    assert f"required: a ratio of at most {says}" in capsys.readouterr().out
+
+
 def test_step_time_compares_medians_and_keeps_the_spread():
     step_time = importlib.import_module("experiments.step_time")
     results = step_time.compare({"torch": [[10, 10, 90], [20, 20, 20]], "zofftk": [[11, 11, 11], [18, 18, 99]]})
@@ -63,12 +80,17 @@ def test_gpu_check_measures_on_any_device():
 
 
 @pytest.mark.parametrize("name", ["overlap", "hook_overhead"])
-def test_short_runs_leave_a_record(name, tmp_path, monkeypatch):
+def test_short_runs_leave_a_record(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("experiments.record.RESULTS", tmp_path)
     module = importlib.import_module(f"experiments.{name}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     short = {"overlap": ["--unit-ms", "4", "--repeats", "1"], "hook_overhead": ["--params", "20", "--repeats", "2"]}
-    assert module.run(parser.parse_args(short[name])) in (0, 1)  # the figure itself needs a quiet machine
+    missed = module.run(parser.parse_args(short[name]))
+    assert missed in (0, 1)  # the figure itself needs a quiet machine
+    required = [line for line in capsys.readouterr().out.splitlines() if line.startswith("required: ")]
+    assert required
+    assert missed == any(": missed: noise" in line for line in required)
+    assert all(line.endswith(": met") or ": missed" in line for line in required)
     (path,) = tmp_path.rglob("*.json")
     assert json.loads(path.read_text())["samples"]

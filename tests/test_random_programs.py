@@ -10,6 +10,7 @@ import pytest
 from tests.programs.draw import draw
 from tests.programs.follower import follow, followable
 from tests.programs.run import difference, run, shrink
+from zofftk.cpu_adam import adamw_step
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 BLOCK = 50
@@ -46,6 +47,14 @@ def test_a_fault_is_found_and_its_program_made_small(monkeypatch):
     small = shrink(found)
     assert len(small.ops) < len(found.ops)
     assert "step" in str(small.ops[-1])
+
+
+def test_the_anchor_sees_a_small_fault_of_the_reference(monkeypatch):
+    def slightly_wrong(*args, weight_decay, **options):
+        return adamw_step(*args, weight_decay=weight_decay * 1.01, **options)
+
+    monkeypatch.setattr("tests.programs.plain_reference.adamw_step", slightly_wrong)
+    assert any(difference(followable(seed), follow) for seed in range(10))
 
 
 def test_a_seed_gives_the_same_program_again():

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,7 +133,16 @@ REFUSED = {
     ),
     "backwards": (ValueError, "start 3, stop 2", lambda f: f([Range(ONES, 3, 2, 0)], FLAT)),
     "negative": (ValueError, "0 or more, got -1 and 0", lambda f: f([Range(ONES, 0, 1, -1)], FLAT)),
-    "not a tensor": (TypeError, "got list", lambda f: f([Range([1.0], 0, 1, 0)], FLAT)),
+    "not a tensor": (TypeError, "range 0: .*got list", lambda f: f([Range([1.0], 0, 1, 0)], FLAT)),
+    "None": (TypeError, "range 0: .*got NoneType", lambda f: f([Range(None, 0, 3, 0)], FLAT)),
+    "no range": (TypeError, "range 1: expected a Range, got int", lambda f: f([Range(ONES, 0, 4, 0), 3], FLAT)),
+    "flat is None": (TypeError, "flat: .*got NoneType", lambda f: f([Range(ONES, 0, 4, 0)], None)),
+    "start in words": (TypeError, "range 0: expected integers, .*'0'", lambda f: f([Range(ONES, "0", 4, 0)], FLAT)),
+    "half an offset": (TypeError, "integers, .*offset=0.5", lambda f: f([Range(ONES, 0, 4, 0.5)], FLAT)),
+    "block a float": (TypeError, "integers, .*block=1.0", lambda f: f([Range(ONES, 0, 4, 0, 1.0)], FLAT)),
+    "int tensor": (TypeError, "range 0: .*floating .*int64", lambda f: f([Range(ONES.long(), 0, 4, 0)], FLAT)),
+    "complex tensor": (TypeError, "range 0: .*complex64", lambda f: f([Range(ONES + 0j, 0, 4, 0)], FLAT)),
+    "int flat": (TypeError, "flat: .*floating .*int32", lambda f: f([Range(ONES, 0, 4, 0)], FLAT.int())),
     "other device": (
         ValueError,
         "tensor on cpu as flat, got one on meta",
@@ -148,16 +158,30 @@ REFUSED = {
     "flag alone": (ValueError, "square_sums beside it", lambda f: f([], FLAT, None, torch.zeros(1, dtype=torch.int32))),
 }
 
+INVERSES = {pack: copy_back, reference.pack: reference.copy_back}
+NEEDS_SUMS = {case for case in REFUSED if case.startswith(("sums", "flag"))}
+
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_arguments_are_refused_in_the_same_words(case):
     error, words, call = REFUSED[case]
     for function in (pack, reference.pack):
-        if case == "not a tensor" and function is pack:
-            continue  # it fails already where its dtype is asked for
         with pytest.raises(error, match=words):
             call(function)
+        if case not in NEEDS_SUMS:
+            with pytest.raises(error, match=words):
+                call(lambda ranges, flat, f=INVERSES[function]: f(flat, ranges))
     assert not FLAT.any()
+    assert torch.equal(ONES, torch.ones(4))
+
+
+@pytest.mark.parametrize("function", [grad_stats, reference.grad_stats])
+def test_statistics_of_what_has_none_are_refused(function):
+    with pytest.raises(TypeError, match="flat: expected a torch.Tensor, got NoneType"):
+        function(None, sums())
+    with pytest.raises(TypeError, match="flat: expected a floating dtype, got torch.int32"):
+        function(FLAT.int(), sums())
+    function(FLAT.double(), sums())  # on the CPU any floating dtype will do
 
 
 def test_shared_places_are_refused():
@@ -178,6 +202,10 @@ def test_a_plan_refuses_what_it_was_not_made_for():
         plan(FLAT, [ONES, ONES])
     with pytest.raises(ValueError, match="a dtype for each of 1 spans, got 0"):
         PackPlan([Span(0, 4, 0)], [], "cpu")
+    with pytest.raises(TypeError, match="range 0: expected integers, got Span.*stop='4'"):
+        PackPlan([Span(0, "4", 0)], [torch.float32], "cpu")
+    with pytest.raises(TypeError, match="range 0: expected a floating dtype, got torch.int8"):
+        PackPlan([Span(0, 4, 0)], [torch.int8], "cpu")
     with pytest.raises(ValueError, match="expected tensors on cpu or cuda, got meta"):
         grad_stats(torch.zeros(3, device="meta"), sums())
 
@@ -203,6 +231,12 @@ def test_pack_and_copy_back_are_inverse_on_the_cpu():
     for copy, tensor in zip(copies, tensors, strict=True):
         assert_same_bits(copy, tensor)
     assert out.sum().item() == pytest.approx(sum(t.double().square().sum().item() for t in tensors))
+
+
+def test_integers_of_any_kind_will_do():
+    start, stop, offset = np.int64(1), torch.tensor(3), np.uint8(2)
+    pack([Range(ONES, start, stop, offset)], flat := torch.zeros(5))
+    assert flat.tolist() == [0, 0, 1, 1, 0]
 
 
 def test_tables_of_more_than_two_to_the_31_elements():

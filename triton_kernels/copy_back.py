@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import launch, reference
-from .ranges import DTYPES, Range, check_flat
+from .ranges import DTYPES, Range, as_ranges, check_flat
 
 
 def copy_back(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
@@ -28,7 +28,8 @@ def copy_back(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
 
     Source: the parameters' way back in ZeRO-Offload (arXiv:2101.06840), section 4.1.
     """
-    ranges = [Range(*r) for r in ranges]
+    ranges = as_ranges(ranges)
+    check_flat(flat, 0)
     plan = CopyBackPlan([r.span for r in ranges], [r.tensor.dtype for r in ranges], flat.device)
     plan(flat, [r.tensor for r in ranges])
 

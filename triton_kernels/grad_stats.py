@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import launch, reference
-from .ranges import DTYPES, check_flat, check_sums, count_blocks
+from .ranges import DTYPES, check_dtype, check_flat, check_sums, count_blocks
 
 
 def grad_stats(flat: torch.Tensor, square_sums: torch.Tensor, flag: torch.Tensor | None = None) -> None:
@@ -26,8 +26,9 @@ def grad_stats(flat: torch.Tensor, square_sums: torch.Tensor, flag: torch.Tensor
 
     Source: the gradient norm of ZeRO-Offload's clipping (arXiv:2101.06840), taken block by block.
     """
+    check_flat(flat, 0)
     eager = launch.runs_eagerly(flat.device)
-    check_flat(flat, 0, None if eager else DTYPES)
+    check_dtype("flat", flat.dtype, None if eager else DTYPES)
     num_blocks = count_blocks(flat.numel())
     check_sums(square_sums, flag, num_blocks, flat.device)
     if eager:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .ranges import DTYPES, Span, check_spans, check_tensor
+from .ranges import DTYPES, Span, as_spans, check_dtype, check_tensor
 
 _NUM_SLOTS = 2  # page-locked address tables, so that filling one need not wait for the copy of the one before
 
@@ -137,16 +137,16 @@ class Plan:
 
     def __init__(self, spans: Sequence[Span], dtypes: Sequence[torch.dtype], device: torch.device | str | int) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
-        self.spans = [Span(*span) for span in spans]
+        self.spans = as_spans(spans)
         self.dtypes = list(dtypes)
         if len(self.spans) != len(self.dtypes):
             raise ValueError(f"expected a dtype for each of {len(self.spans)} spans, got {len(self.dtypes)}")
-        check_spans(self.spans)
         self.flat_numel = max((span.offset + span.numel for span in self.spans), default=0)
         self.num_blocks = max((span.block + span.num_blocks for span in self.spans), default=0)
         self.runs_eagerly = runs_eagerly(self.device)
+        for index, dtype in enumerate(self.dtypes):
+            check_dtype(f"range {index}", dtype, None if self.runs_eagerly else DTYPES)
         if not self.runs_eagerly:
-            self._check_dtypes()
             self.tables = Tables(self.spans, self.dtypes, self.device)
             self._addresses = AddressTable(len(self.spans), self.device)
 
@@ -164,11 +164,6 @@ class Plan:
     def check_device(self, flat: torch.Tensor) -> None:
         if flat.device != self.device:
             raise ValueError(f"flat: expected a tensor on {self.device}, got one on {flat.device}")
-
-    def _check_dtypes(self) -> None:
-        for index, dtype in enumerate(self.dtypes):
-            if dtype not in DTYPES:
-                raise TypeError(f"range {index}: expected dtype {' or '.join(map(str, DTYPES))}, got {dtype}")
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

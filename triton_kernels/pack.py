@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import launch, reference
-from .ranges import DTYPES, Range, Span, check_disjoint, check_flat, check_sums
+from .ranges import DTYPES, Range, Span, as_ranges, check_disjoint, check_flat, check_sums
 
 
 def pack(
@@ -36,13 +36,14 @@ def pack(
     accesses of 16 bytes; any other alignment works and is slower. Addresses are 64-bit.
 
     Raises:
-        TypeError: not a tensor, or another dtype than listed.
+        TypeError: not a tensor, not an integer, or another dtype than listed.
         ValueError: shape, layout, device or a number is not as listed. Nothing has been written then.
         ImportError: CUDA tensors, and Triton is not installed.
 
     Source: the gradients' way to the CPU in ZeRO-Offload (arXiv:2101.06840), section 4.1.
     """
-    ranges = [Range(*r) for r in ranges]
+    ranges = as_ranges(ranges)
+    check_flat(flat, 0)
     plan = PackPlan([r.span for r in ranges], [r.tensor.dtype for r in ranges], flat.device)
     plan([r.tensor for r in ranges], flat, square_sums, flag)
 

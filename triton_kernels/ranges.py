@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -50,12 +51,32 @@ def count_blocks(numel: int) -> int:
     return -(-numel // BLOCK_NUMEL)
 
 
-def check_spans(spans: Iterable[Span]) -> None:
-    for index, (start, stop, offset, block) in enumerate(spans):
+def as_spans(spans: Iterable[Span]) -> list[Span]:
+    """`spans` in Python's own integers."""
+    checked = []
+    for index, span in enumerate(spans):
+        try:
+            start, stop, offset, block = map(operator.index, Span(*span))
+        except TypeError:
+            raise TypeError(f"range {index}: expected integers, got {span!r}") from None
         if not 0 <= start <= stop:
             raise ValueError(f"range {index}: expected 0 <= start <= stop, got start {start}, stop {stop}")
         if offset < 0 or block < 0:
             raise ValueError(f"range {index}: expected offset and block of 0 or more, got {offset} and {block}")
+        checked.append(Span(start, stop, offset, block))
+    return checked
+
+
+def as_ranges(ranges: Iterable[Range]) -> list[Range]:
+    """`ranges`, each of a tensor, in Python's own integers."""
+    checked = []
+    for index, given in enumerate(ranges):
+        try:
+            checked.append(Range(*given))
+        except TypeError:
+            raise TypeError(f"range {index}: expected a Range, got {type(given).__name__}") from None
+        _check_is_tensor(f"range {index}", checked[-1].tensor)
+    return [Range(r.tensor, *span) for r, span in zip(checked, as_spans(r.span for r in checked), strict=True)]
 
 
 def check_disjoint(what: str, intervals: Iterable[tuple[int, int]]) -> None:
@@ -68,10 +89,16 @@ def check_disjoint(what: str, intervals: Iterable[tuple[int, int]]) -> None:
 
 
 def check_flat(flat: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype] | None = None) -> None:
-    """`flat` is 1-D, contiguous, of one of `dtypes` and holds at least `numel` elements."""
+    """`flat` is 1-D, contiguous, of one of `dtypes` (None: any floating one) and holds at least `numel` elements."""
     _check_row("flat", flat, numel)
-    if dtypes is not None and flat.dtype not in dtypes:
-        raise TypeError(f"flat: expected dtype {' or '.join(map(str, dtypes))}, got {flat.dtype}")
+    check_dtype("flat", flat.dtype, dtypes)
+
+
+def check_dtype(name: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype] | None) -> None:
+    if dtypes is not None and dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {dtype}")
+    if dtypes is None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{name}: expected a floating dtype, got {dtype}")
 
 
 def check_sums(
@@ -94,8 +121,8 @@ def check_sums(
 
 
 def check_tensor(index: int, tensor: torch.Tensor, stop: int, device: torch.device) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"range {index}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if not isinstance(tensor, torch.Tensor):  # spelt out: this runs for each tensor of each step
+        _check_is_tensor(f"range {index}", tensor)
     if tensor.device != device:
         raise ValueError(f"range {index}: expected a tensor on {device} as flat, got one on {tensor.device}")
     if tensor.layout != torch.strided:
@@ -105,11 +132,15 @@ def check_tensor(index: int, tensor: torch.Tensor, stop: int, device: torch.devi
 
 
 def _check_row(name: str, tensor: torch.Tensor, numel: int) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    _check_is_tensor(name, tensor)
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{name}: expected a 1-D contiguous tensor, got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         )
     if tensor.numel() < numel:
         raise ValueError(f"{name}: expected at least {numel} elements, got {tensor.numel()}")
+
+
+def _check_is_tensor(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")

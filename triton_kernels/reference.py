@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .ranges import BLOCK_NUMEL, Range, check_flat, check_spans, check_sums, check_tensor, count_blocks
+from .ranges import BLOCK_NUMEL, Range, as_ranges, check_dtype, check_flat, check_sums, check_tensor, count_blocks
 
 
 def pack(
@@ -60,11 +60,11 @@ def grad_stats(flat: torch.Tensor, square_sums: torch.Tensor, flag: torch.Tensor
 
 
 def _check(ranges: Sequence[Range], flat: torch.Tensor) -> list[Range]:
-    ranges = [Range(*r) for r in ranges]
-    check_spans(r.span for r in ranges)
+    ranges = as_ranges(ranges)
     check_flat(flat, max((r.offset + r.span.numel for r in ranges), default=0))
     for index, r in enumerate(ranges):
         check_tensor(index, r.tensor, r.stop, flat.device)
+        check_dtype(f"range {index}", r.tensor.dtype, None)
     return ranges
 
 

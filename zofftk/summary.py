@@ -51,6 +51,6 @@ def time_rows(report: "StepReport", samples: Sequence[dict[str, Any]]) -> list[t
         "Adam": report.adam_ms / report.steps,
         "copy-back": report.copy_back_ms / report.steps,
     }
-    parts["rest (schedule, zero_grad, bookkeeping)"] = whole - sum(parts.values())
+    parts["rest (schedule, zero_grad)"] = whole - sum(parts.values())
     rows = [("mean step", f"{whole:.1f} ms")]
     return rows + [(f"  {name}", f"{part:.1f} ms ({part / whole:.0%})") for name, part in parts.items()]

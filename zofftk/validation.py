@@ -19,6 +19,7 @@ def parameter_name(group: dict[str, Any], group_number: int, number: int) -> str
 
 
 def check_param(param: torch.Tensor, name: str) -> None:
+    check_is_plain(param, name)
     if param.layout != torch.strided:
         raise TypeError(f"{name} is {param.layout}, expected a dense tensor")
     if param.dtype not in PARAM_DTYPES:
@@ -29,6 +30,17 @@ def check_param(param: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} is a negated or conjugated view, expected a tensor of its own: use resolve_neg()")
     if param.device.type == "meta":
         raise ValueError(f"{name} is on the meta device, expected a tensor with data: materialise the model first")
+
+
+def check_is_plain(param: torch.Tensor, name: str) -> None:
+    """Memory of its own: a class that answers torch's operations itself keeps its elements where only it knows."""
+    cls: Any = type(param)
+    plain = cls.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    if not plain and not isinstance(param, FakeTensor):
+        raise TypeError(
+            f"{name} is a {cls.__name__}, a class with a __torch_dispatch__ of its own, expected a plain tensor or "
+            "torch.nn.Parameter; sharded parameters, such as the DTensor of fully_shard, are not supported yet"
+        )
 
 
 def check_gradient(grad: torch.Tensor, name: str) -> None:

@@ -24,7 +24,6 @@ class Plain:
         self.files: list[Any] = []
         self.kept: set[int] = set()  # ids of parameters whose gradient was put aside
         self.scale = 1024.0
-        self.norm_rtol: float | None = None  # of the norms torch finds; None: as its dtype has it
         self.seen: Any = None  # the user's result of the operation
         groups = initial_groups(program, self.model)
         groups = [{**group, "params": [param for _, param in group["params"]]} for group in groups]
@@ -110,7 +109,7 @@ class Plain:
         if how == "strict" and not math.isfinite(norm):
             raise Refused(RuntimeError, "is non-finite, so it cannot be clipped")  # torch's own
         seen = self.seen if isinstance(self.seen, torch.Tensor) else torch.tensor(norm, dtype=torch.float64)
-        close = self.norm_rtol or {torch.float64: 1e-12, torch.float32: 1e-5}.get(seen.dtype, 2e-2)
+        close = {torch.float64: 1e-12, torch.float32: 1e-5}.get(seen.dtype, 2e-2)
         right = math.isclose(float(seen), norm, rel_tol=close) or (not seen.isfinite() and not math.isfinite(norm))
         assert right, f"clip found a norm of {seen}, expected {norm}"
         coefficient = torch.clamp(max_norm / (seen + 1e-6), max=1.0)

@@ -7,6 +7,7 @@ engine asks for a value, or where compute is to go on with parameters whose upda
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Event, Place, Pl
 from zofftk.device.device_spans import DeviceSpans
 from zofftk.device.laned import LanedDevice, Operation
 from zofftk.device.pinned import PinnedMemory
+
+logger = logging.getLogger("zofftk")
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: no implicit order with the default stream
 HIGH_PRIORITY = -1  # a copy that is ready does not wait behind compute
@@ -44,7 +47,12 @@ class Mark:
 
     def __del__(self) -> None:
         if self.event is not None and self.destroy is not None:
-            self.destroy(self.event)
+            try:
+                self.destroy(self.event)
+            except Exception as error:
+                # At exit, or after a fault, the driver has let go of all events itself. Nobody could catch this here:
+                # Python would print it as an error that it ignores.
+                logger.debug("an event was not destroyed: %s", error)
 
 
 class CudaDevice(LanedDevice):

@@ -30,14 +30,19 @@ class PinnedMemory:
     """Allocates host buffers and page-locks them while `limit_bytes` and the system allow it.
 
     When they do not, the buffer is ordinary pageable memory with the same content and the copies are slower; one
-    warning says so. `registered_bytes` is what is page-locked, `refused_bytes` what should have been.
+    warning says so. `registered_bytes` is what is page-locked now, `refused_bytes` what should have been in all.
     """
 
     def __init__(self, registrar: Registrar, limit_bytes: int | None) -> None:
         self._registrar = registrar
         self._limit_bytes = limit_bytes
-        self.registered_bytes = 0
+        # By address. A buffer may be freed on any thread, also while a sum is under way: each entry goes as a whole.
+        self._registered: dict[int, int] = {}
         self.refused_bytes = 0
+
+    @property
+    def registered_bytes(self) -> int:
+        return sum(list(self._registered.values()))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` zeroed bytes on whole pages."""
@@ -47,7 +52,7 @@ class PinnedMemory:
             # Unregistered before the pages go, which the storage keeps for as long as any view of it lives.
             storage, unregister = tensor.untyped_storage(), self._registrar.hostUnregister
             # At exit the driver lets go of it by itself, after the copies that are still under way.
-            weakref.finalize(storage, _unregister, unregister, tensor.data_ptr()).atexit = False
+            weakref.finalize(storage, _unregister, unregister, tensor.data_ptr(), self._registered).atexit = False
         return tensor[:nbytes]
 
     def _fits(self, nbytes: int) -> bool:
@@ -62,7 +67,7 @@ class PinnedMemory:
         except Exception as error:  # CuPy's own error, or the driver's: no page-locked memory is never fatal
             self._refuse(nbytes, f"CUDA could not register it ({error}); see `ulimit -l` and the container's limits")
             return False
-        self.registered_bytes += nbytes
+        self._registered[pointer] = nbytes
         return True
 
     def _refuse(self, nbytes: int, reason: str) -> None:
@@ -84,8 +89,10 @@ def _pages(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def _unregister(unregister: Callable[[int], Any], pointer: int) -> None:
+def _unregister(unregister: Callable[[int], Any], pointer: int, registered: dict[int, int]) -> None:
     try:
         unregister(pointer)
     except Exception as error:  # at exit the driver may be gone already
         logger.debug("page-locked memory was not unregistered: %s", error)
+    finally:
+        registered.pop(pointer, None)  # the pages go now, so that later buffers may be page-locked in their place
