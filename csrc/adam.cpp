@@ -1,18 +1,14 @@
 #include "adam.h"
 
-#include <algorithm>
 #include <cmath>
+
+#include "tiny.h"
 
 namespace zofftk {
 
 namespace {
 
 constexpr float kTinyScaledGrad = 0x1p-58f, kTinyMoment = 0x1p-80f, kTinyVariance = 0x1p-120f;
-
-float tiny_grad(double grad_scale) {
-  const double bound = kTinyScaledGrad / (grad_scale == 0.0 ? 1.0 : std::fabs(grad_scale));
-  return std::isnan(bound) ? kTinyScaledGrad : static_cast<float>(std::clamp(bound, 0x1p-100, 1.0));
-}
 
 }  // namespace
 
@@ -30,7 +26,7 @@ AdamConstants adam_constants(const AdamHyper& hyper) {
   constants.bias2_sqrt = static_cast<float>(bias2_sqrt);
   constants.eps = static_cast<float>(hyper.eps);
   constants.minus_step_size = static_cast<float>(-(hyper.lr / bias1));
-  constants.tiny = {tiny_grad(hyper.grad_scale), kTinyScaledGrad, kTinyMoment, kTinyVariance};
+  constants.tiny = {tiny_raw_grad(kTinyScaledGrad, hyper.grad_scale), kTinyScaledGrad, kTinyMoment, kTinyVariance};
   return constants;
 }
 

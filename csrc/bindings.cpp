@@ -78,6 +78,49 @@ void adam_step(uintptr_t param, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr
   over_chunks(n, threads, [&](int64_t begin, int64_t end) { kernels.adam(args, begin, end); });
 }
 
+// Checks the buffers of an optimizer with one moment; an address of 0 stands for no moment, and for no out.
+MomentBuffers moment_buffers(uintptr_t param, const char* moment_name, uintptr_t moment, uintptr_t grad,
+                             const std::string& grad_dtype, uintptr_t out, const std::string& out_dtype, int64_t n) {
+  const Dtype grad_type = parse_dtype(grad_dtype, "grad_dtype");
+  const Dtype out_type = out == 0 ? Dtype::none : parse_dtype(out_dtype, "out_dtype");
+  const Buffer read = checked("grad", grad, grad_type, n);
+  std::vector<Buffer> written{checked("param", param, Dtype::float32, n)};
+  if (moment != 0) written.push_back(checked(moment_name, moment, Dtype::float32, n));
+  for (const Buffer& buffer : written) check_disjoint(buffer, read);
+  if (out != 0) {
+    written.push_back(checked("out", out, out_type, n));
+    if (!same_place(written.back(), read)) check_disjoint(written.back(), read);
+  }
+  for (size_t i = 0; i < written.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) check_disjoint(written[j], written[i]);
+  }
+  return {pointer<float>(param), pointer<float>(moment), pointer<void>(grad), pointer<void>(out), grad_type, out_type};
+}
+
+void lion_step(uintptr_t param, uintptr_t exp_avg, uintptr_t grad, const std::string& grad_dtype, uintptr_t out,
+               const std::string& out_dtype, int64_t n, double lr, double beta1, double beta2, double weight_decay,
+               double grad_scale, int threads, const std::string& isa) {
+  if (n > 0 && exp_avg == 0) throw std::invalid_argument("exp_avg: expected an address, got 0");
+  const LionArgs args{moment_buffers(param, "exp_avg", exp_avg, grad, grad_dtype, out, out_dtype, n),
+                      lion_constants({lr, beta1, beta2, weight_decay, grad_scale})};
+  check_threads(threads);
+  const Kernels& kernels = kernels_of(isa);
+  over_chunks(n, threads, [&](int64_t begin, int64_t end) { kernels.lion(args, begin, end); });
+}
+
+void sgd_step(uintptr_t param, uintptr_t momentum_buffer, uintptr_t grad, const std::string& grad_dtype, uintptr_t out,
+              const std::string& out_dtype, int64_t n, double lr, double momentum, double dampening,
+              double weight_decay, bool nesterov, bool first, double grad_scale, int threads, const std::string& isa) {
+  if (n > 0 && (momentum_buffer == 0) != (momentum == 0.0)) {
+    throw std::invalid_argument("momentum_buffer: expected an address where momentum is not 0, and 0 where it is");
+  }
+  const SgdArgs args{moment_buffers(param, "momentum_buffer", momentum_buffer, grad, grad_dtype, out, out_dtype, n),
+                     sgd_constants({lr, momentum, dampening, weight_decay, nesterov, first, grad_scale})};
+  check_threads(threads);
+  const Kernels& kernels = kernels_of(isa);
+  over_chunks(n, threads, [&](int64_t begin, int64_t end) { kernels.sgd(args, begin, end); });
+}
+
 void block_square_sums(uintptr_t values, const std::string& dtype, int64_t n, int64_t block, uintptr_t sums,
                        int threads, const std::string& isa) {
   const Dtype type = parse_dtype(dtype, "dtype");
@@ -236,10 +279,16 @@ std::pair<int64_t, int64_t> chunk_bounds(int64_t n, int64_t chunk, int64_t index
 
 PYBIND11_MODULE(_cpu_adam, m) {
   using namespace zofftk;
-  m.doc() = "Adam and its helpers on CPU memory, by address. Addresses are trusted: pass live buffers only.";
+  m.doc() = "Optimizers and their helpers on CPU memory, by address. Addresses are trusted: pass live buffers only.";
   m.def("adam_step", &adam_step, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a, "grad_dtype"_a, "out"_a,
         "out_dtype"_a, "n"_a, py::kw_only(), "step"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a,
         "decoupled"_a, "grad_scale"_a, "threads"_a, "isa"_a = "", "One Adam step over n elements; out 0 means none.");
+  m.def("lion_step", &lion_step, "param"_a, "exp_avg"_a, "grad"_a, "grad_dtype"_a, "out"_a, "out_dtype"_a, "n"_a,
+        py::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "weight_decay"_a, "grad_scale"_a, "threads"_a, "isa"_a = "",
+        "One Lion step over n elements; out 0 means none.");
+  m.def("sgd_step", &sgd_step, "param"_a, "momentum_buffer"_a, "grad"_a, "grad_dtype"_a, "out"_a, "out_dtype"_a, "n"_a,
+        py::kw_only(), "lr"_a, "momentum"_a, "dampening"_a, "weight_decay"_a, "nesterov"_a, "first"_a, "grad_scale"_a,
+        "threads"_a, "isa"_a = "", "One SGD step over n elements; momentum_buffer and out 0 mean none.");
   m.def("block_square_sums", &block_square_sums, "values"_a, "dtype"_a, "n"_a, "block"_a, "sums"_a, "threads"_a,
         "isa"_a = "", "Float64 sum of squares of every block of `block` elements.");
   m.def("sum_runs", &sum_runs, "blocks"_a, "starts"_a, "counts"_a, "runs"_a, "out"_a,

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "adam.h"
+#include "lion.h"
+#include "sgd.h"
 
 namespace zofftk {
 
@@ -28,6 +30,8 @@ struct ConvertArgs {
 
 struct Kernels {
   void (*adam)(const AdamArgs&, int64_t begin, int64_t end);
+  void (*lion)(const LionArgs&, int64_t begin, int64_t end);
+  void (*sgd)(const SgdArgs&, int64_t begin, int64_t end);
   // Sums squares in float64 over 32 lanes (element i of a block goes to lane i mod 32), then in a fixed tree.
   void (*square_sums)(const SquareSumArgs&, int64_t first_block, int64_t end_block);
   void (*accumulate)(const AccumulateArgs&, int64_t begin, int64_t end);

@@ -14,6 +14,9 @@ namespace {
 #include "lanes_avx512.h"
 
 #include "adam_body.inl"
+#include "moment_body.inl"
+#include "lion_body.inl"
+#include "sgd_body.inl"
 #include "vector_body.inl"
 
 }  // namespace
@@ -21,6 +24,6 @@ namespace {
 ZOFFTK_TARGET_END
 
 namespace zofftk {
-const Kernels kKernelsAvx512 = {adam, square_sums, accumulate, convert};
+const Kernels kKernelsAvx512 = {adam, lion, sgd, square_sums, accumulate, convert};
 }  // namespace zofftk
 #endif

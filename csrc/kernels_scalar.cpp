@@ -12,10 +12,13 @@ namespace {
 #include "lanes_scalar.h"
 
 #include "adam_body.inl"
+#include "moment_body.inl"
+#include "lion_body.inl"
+#include "sgd_body.inl"
 #include "vector_body.inl"
 
 }  // namespace
 
-const Kernels kKernelsScalar = {adam, square_sums, accumulate, convert};
+const Kernels kKernelsScalar = {adam, lion, sgd, square_sums, accumulate, convert};
 
 }  // namespace zofftk

@@ -38,6 +38,13 @@ struct Lanes {
   ZOFFTK_INLINE bool all(M m) { return _mm256_testc_si256(m, _mm256_set1_epi32(-1)); }
   ZOFFTK_INLINE F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(m)); }
 
+  // `size` with the sign of x, zero where x is zero, x where it is NaN.
+  ZOFFTK_INLINE F signed_as(F size, F x) {
+    const F with_sign = _mm256_or_ps(size, _mm256_and_ps(x, set1(-0.0f)));
+    const M is_zero = _mm256_cmpeq_epi32(magnitude(x), _mm256_setzero_si256());
+    return select(is_nan(x), x, select(is_zero, set1(0.0f), with_sign));
+  }
+
   ZOFFTK_INLINE __m256d below(__m256d x, double bound) {
     return _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), x), _mm256_set1_pd(bound), _CMP_LT_OQ);
   }

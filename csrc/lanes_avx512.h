@@ -38,6 +38,12 @@ struct Lanes {
   ZOFFTK_INLINE bool all(M m) { return m == 0xFFFF; }
   ZOFFTK_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 
+  // `size` with the sign of x, zero where x is zero, x where it is NaN.
+  ZOFFTK_INLINE F signed_as(F size, F x) {
+    const M not_zero = _mm512_test_epi32_mask(magnitude(x), magnitude(x));
+    return select(is_nan(x), x, _mm512_maskz_or_ps(not_zero, size, _mm512_and_ps(x, set1(-0.0f))));
+  }
+
   ZOFFTK_INLINE __mmask8 below(__m512d x, double bound) {
     return _mm512_cmp_pd_mask(_mm512_abs_pd(x), _mm512_set1_pd(bound), _CMP_LT_OQ);
   }

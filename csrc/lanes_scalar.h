@@ -25,6 +25,9 @@ struct Lanes {
   ZOFFTK_INLINE bool all(M m) { return m; }
   ZOFFTK_INLINE F select(M m, F yes, F no) { return m ? yes : no; }
 
+  // `size` with the sign of x, zero where x is zero, x where it is NaN.
+  ZOFFTK_INLINE F signed_as(F size, F x) { return x != x ? x : x > 0 ? size : x < 0 ? -size : 0.0f; }
+
   // Between float and double, also for subnormal floats.
   ZOFFTK_INLINE D widen(F x) { return x; }
   ZOFFTK_INLINE F narrow(D x) { return static_cast<float>(x); }

@@ -9,8 +9,8 @@ import torch
 
 import zofftk
 from tests.compare import assert_same_bits
-from zofftk.state_dict import STATES
 
+STATES = ("exp_avg", "exp_avg_sq", "master")
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 

@@ -257,7 +257,7 @@ def test_remove_makes_step_wait_again():
 
 def test_wrong_arguments():
     layer = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="expects an OffloadAdamW, got AdamW"):
+    with pytest.raises(TypeError, match="expects one of zofftk.s optimizers, got AdamW"):
         zofftk.offload(layer, torch.optim.AdamW(layer.parameters()))
     opt = zofftk.OffloadAdamW(layer.parameters())
     with pytest.raises(TypeError, match="expects a torch module, got generator"):

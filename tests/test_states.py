@@ -206,7 +206,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(spoil):
 @pytest.mark.parametrize("key", ["amsgrad", "maximize", "differentiable"])
 def test_options_of_torchs_that_would_train_differently_are_refused(key):
     p = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=f"{key} is an option of torch's AdamW that is not offered here"):
+    with pytest.raises(ValueError, match=f"{key} is an option of torch's that is not offered here"):
         zofftk.OffloadAdamW([{"params": [p], key: True}])
     opt = zofftk.OffloadAdamW([{"params": [p], key: False}])
     opt.close()

@@ -11,16 +11,32 @@ if TYPE_CHECKING:
     from zofftk.config import OffloadConfig as OffloadConfig
     from zofftk.cpu_adamw import CPUAdamW as CPUAdamW
     from zofftk.loss_scale import LossScale as LossScale
-    from zofftk.optimizer import OffloadAdamW as OffloadAdamW
+    from zofftk.offload_adam import OffloadAdam as OffloadAdam
+    from zofftk.offload_adam import OffloadAdamW as OffloadAdamW
+    from zofftk.offload_lion import OffloadLion as OffloadLion
+    from zofftk.offload_sgd import OffloadSGD as OffloadSGD
     from zofftk.overlap import offload as offload
 
-__all__ = ["CPUAdamW", "LossScale", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
+__all__ = [
+    "CPUAdamW",
+    "LossScale",
+    "OffloadAdam",
+    "OffloadAdamW",
+    "OffloadConfig",
+    "OffloadLion",
+    "OffloadSGD",
+    "cpu_adam",
+    "offload",
+]
 
 _HOMES = {
     "CPUAdamW": "zofftk.cpu_adamw",
     "LossScale": "zofftk.loss_scale",
-    "OffloadAdamW": "zofftk.optimizer",
+    "OffloadAdam": "zofftk.offload_adam",
+    "OffloadAdamW": "zofftk.offload_adam",
     "OffloadConfig": "zofftk.config",
+    "OffloadLion": "zofftk.offload_lion",
+    "OffloadSGD": "zofftk.offload_sgd",
     "offload": "zofftk.overlap",
 }
 

@@ -28,6 +28,46 @@ def adam_step(
     """One Adam (decoupled: AdamW) step over n elements; param and moments are float32. out 0 means no copy of the
     parameter; out may be grad itself if the element sizes agree, and nothing else may overlap."""
 
+def lion_step(
+    param: int,
+    exp_avg: int,
+    grad: int,
+    grad_dtype: str,
+    out: int,
+    out_dtype: str,
+    n: int,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    grad_scale: float,
+    threads: int,
+    isa: str = "",
+) -> None:
+    """One Lion step; buffers as in `adam_step`."""
+
+def sgd_step(
+    param: int,
+    momentum_buffer: int,
+    grad: int,
+    grad_dtype: str,
+    out: int,
+    out_dtype: str,
+    n: int,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    grad_scale: float,
+    threads: int,
+    isa: str = "",
+) -> None:
+    """One SGD step; buffers as in `adam_step`, momentum_buffer 0 where momentum is 0. `first`: it is not read."""
+
 def block_square_sums(values: int, dtype: str, n: int, block: int, sums: int, threads: int, isa: str = "") -> None:
     """sums[b] (float64) = sum of squares of elements [b * block, min(n, (b + 1) * block))."""
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zofftk.device.clock import RaceError
-from zofftk.optimizer import OffloadAdamW
+from zofftk.optimizer import OffloadOptimizer
 from zofftk.pending import is_pending
 
 
@@ -25,7 +25,7 @@ class CheckedAccess(TorchDispatchMode):
             engine has taken and not packed yet; it names the operation and the parameter.
     """
 
-    def __init__(self, optimizer: OffloadAdamW) -> None:
+    def __init__(self, optimizer: OffloadOptimizer) -> None:
         super().__init__()
         self._engine = optimizer._require_engine()
 

@@ -21,7 +21,7 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """How gradients travel and where the update runs. Every field is also a keyword of `OffloadAdamW`.
+    """How gradients travel and where the update runs. Every field is also a keyword of the optimizers.
 
     Attributes:
         max_grad_norm: clip the global L2 norm of the true gradients to this inside the engine; None: no clipping.

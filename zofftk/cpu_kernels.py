@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -13,18 +11,6 @@ from zofftk.layout import BLOCK_NUMEL
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-@dataclass(frozen=True)
-class Hyper:
-    """The hyper-parameters of one update, captured when `step()` is called."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool = True
-
-
 def adam(
     master: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -32,8 +18,13 @@ def adam(
     grad: torch.Tensor,
     out: torch.Tensor,
     *,
-    hyper: Hyper,
     step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
     grad_scale: float,
     threads: int,
 ) -> None:
@@ -48,12 +39,78 @@ def adam(
         _NAMES[out.dtype],
         master.numel(),
         step=step,
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        decoupled=hyper.decoupled,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+        threads=threads,
+    )
+
+
+def lion(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    grad_scale: float,
+    threads: int,
+) -> None:
+    """One pass of Lion, as `adam`."""
+    _cpu_adam.lion_step(
+        master.data_ptr(),
+        exp_avg.data_ptr(),
+        grad.data_ptr(),
+        _NAMES[grad.dtype],
+        0 if out is master else out.data_ptr(),
+        _NAMES[out.dtype],
+        master.numel(),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+        threads=threads,
+    )
+
+
+def sgd(
+    master: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    grad_scale: float,
+    threads: int,
+) -> None:
+    """One pass of SGD, as `adam`; a `momentum_buffer` where `momentum` is not 0, whose values count but for `first`."""
+    _cpu_adam.sgd_step(
+        master.data_ptr(),
+        0 if momentum_buffer is None else momentum_buffer.data_ptr(),
+        grad.data_ptr(),
+        _NAMES[grad.dtype],
+        0 if out is master else out.data_ptr(),
+        _NAMES[out.dtype],
+        master.numel(),
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        first=first,
         grad_scale=grad_scale,
         threads=threads,
     )

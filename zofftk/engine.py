@@ -1,6 +1,6 @@
 """The line, from a gradient that backward has just produced to the parameter it has changed.
 
-    gradient -> bucket -> pack -> down -> norm and clip -> CPU Adam -> up -> copy back
+    gradient -> bucket -> pack -> down -> norm and clip -> CPU update -> up -> copy back
 
 During backward (`take`): a parameter's gradient waits until its bucket is full; the bucket is then packed into a
 staging slot on *compute*, and *down* copies the slot to the host while backward goes on. The host keeps one wire
@@ -22,19 +22,19 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from zofftk import clipping, update
 from zofftk.config import OffloadConfig
-from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.base import COMPUTE, DOWN, HOST, Buffer, Device, Placement
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
+from zofftk.rules.base import Hyper
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
 from zofftk.way_up import WayUp
@@ -43,9 +43,10 @@ from zofftk.way_up import WayUp
 class Engine:
     """See the module. Parameters are known by their index, in the order they were added."""
 
-    def __init__(self, config: OffloadConfig, device: Device) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, rule_name: str) -> None:
         self.device = device
         self.config = config
+        self.rule_name = rule_name  # what updates are called on the host stream
         self.threads = config.threads or usable_threads()
         self.managed: list[Managed] = []
         self.segments: list[HostSegment] = []
@@ -66,8 +67,8 @@ class Engine:
         """Memory of the states, the wires, the statistics and, where there are any, the fp32 totals."""
         return sum(segment.host_bytes for segment in self.segments)
 
-    def add(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[Managed]:
-        """Take over parameters: lay them out, allocate their host memory, copy the masters."""
+    def add(self, tensors: Sequence[torch.Tensor], names: Sequence[str], states: Iterable[str]) -> list[Managed]:
+        """Take over parameters: lay them out, allocate their host memory with these moments, copy the masters."""
         if not tensors:
             return []
         self.way_up.land_all()
@@ -79,7 +80,7 @@ class Engine:
         ]
         layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs))
         self.ring.reserve(*layout.slot_size())
-        segment = allocate_segment(self.device, layout, len(self.buckets))
+        segment = allocate_segment(self.device, layout, len(self.buckets), states)
         self.segments.append(segment)
         self.buckets += segment.buckets
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
@@ -324,6 +325,7 @@ class Engine:
         coefficient = clipping.coefficient(norm, self.config.max_grad_norm) / self.loss_scale
         for managed in live:
             managed.step += 1
+            managed.filled.update(hypers[managed.index].states)
             managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if early else self.threads  # beside compute, it leaves a core
         for bucket in reversed(self.buckets):  # forward needs the first layers first
@@ -354,10 +356,10 @@ class Engine:
         if bucket.sent is not None:
             self.device.wait(HOST, bucket.sent, f"sent: {bucket.label} must have left before it is overwritten")
         steps = {index: self.managed[index].step for index in present}
-        task = update.adam(bucket, present, hypers, steps, coefficient, threads)
+        task = update.apply(bucket, present, hypers, steps, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
-        writes = [bucket.master, bucket.exp_avg, bucket.exp_avg_sq, bucket.wire]
-        self.device.host_task(f"adam: {bucket.label}", task, reads=reads, writes=writes)
+        writes = [bucket.master, *bucket.moments.values(), bucket.wire]
+        self.device.host_task(f"{self.rule_name}: {bucket.label}", task, reads=reads, writes=writes)
         bucket.forget(present)
         return Update(bucket, present, self.device.record(HOST))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zofftk.optimizer import OffloadAdamW
+from zofftk.offload_adam import OffloadAdamW
 
 
 def offload_optimizer(args: Any, **options: Any) -> tuple[type[OffloadAdamW], dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""The host's side of the buckets: fp32 master, first and second moment, the wire's end, gradient statistics."""
+"""The host's side of the buckets: fp32 master and moments, the wire's end, gradient statistics."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,10 +25,9 @@ class HostBucket:
     bucket: Bucket
     pieces: dict[int, Piece]  # by parameter
     master: Buffer
-    exp_avg: Buffer
-    exp_avg_sq: Buffer
     wire: Buffer
     square_sums: Buffer
+    moments: dict[str, Buffer] = field(default_factory=dict)  # by the optimizer's own names
     total: Buffer | None = None
     arrived: Event | None = None  # the last gradient is on the host
     sent: Event | None = None  # the last values have left the wire, while no gradient has come down since
@@ -101,7 +101,7 @@ class HostSegment:
 
     layout: Layout
     buckets: list[HostBucket]
-    arenas: dict[str, torch.Tensor]  # master, exp_avg, exp_avg_sq
+    arenas: dict[str, torch.Tensor]  # master and moments
     square_sums: torch.Tensor
     nbytes: int
 
@@ -110,40 +110,47 @@ class HostSegment:
         """With the fp32 totals, where there are any."""
         return self.nbytes + sum(bucket.total.nbytes for bucket in self.buckets if bucket.total is not None)
 
+    def have(self, device: Device, states: Iterable[str]) -> None:
+        """Make room for moments that are not there yet: zeros."""
+        for state in states:
+            if state not in self.arenas:
+                arena = device.buffer(state, self.layout.numel, torch.float32, "host", zero=True)
+                self.arenas[state] = arena.tensor
+                self.nbytes += arena.nbytes
+                for host in self.buckets:
+                    bucket = host.bucket
+                    host.moments[state] = device.slice(arena, f"{state} of {host.label}", bucket.start, bucket.numel)
+
     def view(self, state: str, param: int, shape: torch.Size) -> torch.Tensor:
         """One state of one parameter, row-major, in the parameter's shape."""
         start = self.layout.param_start[param]
         return self.arenas[state][start : start + shape.numel()].view(shape)
 
 
-def allocate_segment(device: Device, layout: Layout, first_label: int) -> HostSegment:
+def allocate_segment(device: Device, layout: Layout, first_label: int, states: Iterable[str]) -> HostSegment:
     def zeros(name: str, numel: int, dtype: torch.dtype, on_link: bool = False) -> Buffer:
         return device.buffer(name, numel, dtype, "host", zero=True, on_link=on_link)
 
-    states = {name: zeros(name, layout.numel, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
+    master = zeros("master", layout.numel, torch.float32)
     square_sums = zeros("square_sums", layout.num_blocks, torch.float64, on_link=True)
     wires = _allocate_wires(device, layout)
     buckets = []
     for number, (bucket, wire) in enumerate(zip(layout.buckets, wires, strict=True), first_label):
-        master, exp_avg, exp_avg_sq = (
-            device.slice(states[name], f"{name} {number}", bucket.start, bucket.numel) for name in states
-        )
         buckets.append(
             HostBucket(
                 label=f"bucket {number}",
                 bucket=bucket,
                 pieces={piece.param: piece for piece in bucket.pieces},
-                master=master,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
+                master=device.slice(master, f"master {number}", bucket.start, bucket.numel),
                 wire=device.slice(wire.arena, f"wire {number}", wire.offset, bucket.numel),
                 square_sums=device.slice(square_sums, f"statistics {number}", bucket.first_block, bucket.num_blocks),
             )
         )
     arenas = {id(wire.arena): wire.arena.nbytes for wire in wires}
-    nbytes = sum(state.nbytes for state in states.values()) + square_sums.nbytes + sum(arenas.values())
-    tensors = {name: state.tensor for name, state in states.items()}
-    return HostSegment(layout, buckets, tensors, square_sums.tensor, nbytes)
+    nbytes = master.nbytes + square_sums.nbytes + sum(arenas.values())
+    segment = HostSegment(layout, buckets, {"master": master.tensor}, square_sums.tensor, nbytes)
+    segment.have(device, states)
+    return segment
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zofftk.managed import Managed
-from zofftk.state_dict import STATES, check_state
+from zofftk.rules.base import Rule
+from zofftk.state_dict import check_state
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
@@ -19,17 +20,26 @@ class HostViews(dict[str, Any]):
     """A parameter's `step`, and the views that show what the host holds of it.
 
     After a checkpoint was loaded, trainers move the states to where the parameters are (`state[key] = value.cuda()`;
-    Lightning does, and many scripts). A view replaced by a copy would show and save old values from then on, and 12
-    bytes a parameter would fill the device. So an assignment takes over the values only.
+    Lightning does, and many scripts). A view replaced by a copy would show and save old values from then on, and
+    4 bytes a parameter and state would fill the device. So an assignment takes over the values only.
 
     `index` is the parameter's. `ready` is called before anything is read: it waits for an update that is under way.
     """
 
-    def __init__(self, index: int, ready: Callable[[], None], **views: Any) -> None:
-        super().__init__(**views)
+    def __init__(self, index: int, ready: Callable[[], None], **others: Any) -> None:
+        super().__init__(**others)
         self.index = index
         self._ready = ready
+        self._shown: set[str] = set()
         self._counted: tuple[int, int] | None = None
+
+    def shows(self, key: str) -> bool:
+        return key in self._shown and key in self
+
+    def show(self, key: str, view: torch.Tensor) -> None:
+        """A state, which stays where it is from now on."""
+        self._shown.add(key)
+        super().__setitem__(key, view)
 
     def __getitem__(self, key: str) -> Any:
         self._ready()
@@ -64,7 +74,7 @@ class HostViews(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         view = self.get(key)
-        if key not in STATES or view is None:
+        if key not in self._shown or view is None:
             super().__setitem__(key, value)
         elif value is not view:
             if not isinstance(value, torch.Tensor) or value.shape != view.shape:
@@ -79,7 +89,7 @@ class HostViews(dict[str, Any]):
 
 
 def edited_states(
-    params: Sequence[Managed], states: Mapping[torch.Tensor, Any]
+    params: Sequence[Managed], states: Mapping[torch.Tensor, Any], rule: Rule
 ) -> list[tuple[Managed, dict[str, Any] | None]]:
     """Parameters whose entry in `states` the user has changed, with what is there now: None, to start anew, or a dict.
 
@@ -92,7 +102,7 @@ def edited_states(
             if managed.step:
                 edited.append((managed, None))
         elif not isinstance(state, HostViews) or state.index != managed.index or state.is_recounted:
-            check_state(state, managed.tensor, managed.name)
+            check_state(state, managed.tensor, managed.name, rule)
             edited.append((managed, dict(state)))
     return edited
 

@@ -32,6 +32,7 @@ class Managed:
     gathered: Gathered = Gathered.NOTHING
     round: int = -1  # the round its last gradient came in
     step: int = 0  # updates it has had
+    filled: set[str] = field(default_factory=set)  # moments that hold something
     square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled
     wire: torch.dtype = torch.float32  # its gradients' on the link
     version: int = field(init=False)  # of the tensor, after our last write or look

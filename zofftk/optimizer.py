@@ -1,4 +1,4 @@
-"""`OffloadAdamW`: the engine behind the face of a torch optimizer."""
+"""`OffloadOptimizer`: the engine behind the face of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from zofftk import states
 from zofftk.config import OffloadConfig
-from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.laned import EngineStopped
 from zofftk.device.opening import device_for
@@ -21,52 +20,36 @@ from zofftk.loss_scale import ScaleKeeper
 from zofftk.ownership import close_others
 from zofftk.replaced import Replacements
 from zofftk.report import StepReport, report_of
+from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
 from zofftk.state_dict import match_states
 from zofftk.trace import Trace
-from zofftk.validation import check_gradient, check_hyper, check_memory, check_param, parameter_name
+from zofftk.validation import check_gradient, check_memory, check_param, parameter_name
 
 
-class OffloadAdamW(torch.optim.Optimizer):
-    """AdamW (decoupled weight decay) whose fp32 states live on the host, updated there by all cores.
+class OffloadOptimizer(torch.optim.Optimizer):
+    """An optimizer whose fp32 states live on the host, updated there by all cores: see `OffloadAdamW` and its sisters.
 
     Gradients leave the device while backward runs; `p.grad` then holds a stand-in that answers `clip_grad_norm_`,
     norms, scaling and `zero_grad`, and refuses with a sentence what needs the values (`grad(p)` reads them). The
     parameters stay where they are; each new value is the fp32 master rounded to the parameter's dtype. A step whose
     gradients are not all finite changes nothing and is counted in `skipped_steps`.
 
-    Args:
-        params: tensors, (name, tensor) pairs, or dicts that define groups, as for any torch optimizer. fp32, bf16 or
-            fp16, dense, real, on the CPU.
-        lr: learning rate (a float or a 0-dim tensor).
-        betas: decay rates of the first and second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay, scaled by lr.
-        config: the engine's options, see `OffloadConfig`.
-        **options: the same options, as keywords; they go before `config`.
-
-    Raises:
-        TypeError: an option that does not exist; a parameter of another dtype or layout.
-        ValueError: a value out of range; no parameters; parameters on an unsupported device.
-
-    Source: ZeRO-Offload, sections 4.1 and 5.1; the update is that of `torch.optim.AdamW`.
+    Subclasses set `rule` and hand the hyper-parameters over in `defaults`.
     """
+
+    rule: Rule
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        config: OffloadConfig | None = None,
-        **options: Any,
+        defaults: dict[str, Any],
+        config: OffloadConfig | None,
+        options: dict[str, Any],
     ) -> None:
         self._engine: Engine | None = None  # torch's constructor calls add_param_group before there can be one
         merged = OffloadConfig.merged(config, options)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_hyper(defaults)
+        self.rule.check_group(defaults)
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
         self._replacements = Replacements(self._managed)
@@ -76,7 +59,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
         device = merged.device or device_for(self._all_params(), merged)
-        self._engine = Engine(merged, device)
+        self._engine = Engine(merged, device, self.rule.name)
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
@@ -87,7 +70,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_hyper(group)
+            self.rule.check_group(group)
             for number, param in enumerate(group["params"]):
                 check_param(param, parameter_name(group, len(self.param_groups) - 1, number))
             names = self._names()
@@ -113,14 +96,22 @@ class OffloadAdamW(torch.optim.Optimizer):
         for param in new:
             check_param(param, names[id(param)])
         close_others(self, new)
-        for managed in engine.add(new, [names[id(param)] for param in new]):
+        for managed in engine.add(new, [names[id(param)] for param in new], self._states_of(new)):
             self._managed[id(managed.tensor)] = managed
             self._stand_ins.add(managed)
             if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
-                states.load(managed, saved)
-                states.publish(engine, self.state, managed)
+                states.load(engine, self.rule, managed, saved)
+                states.publish(engine, self.rule, self.state, managed)
         for param in params:
             self._stand_ins.attach(self._managed[id(param)])
+
+    def _states_of(self, params: list[torch.Tensor]) -> list[str]:
+        """The moments that their groups ask for now."""
+        asked, known = set[str](), {id(param) for param in params}
+        for group in self.param_groups:
+            if any(id(param) in known for param in group["params"]):
+                asked.update(self.rule.hyper(group).states)
+        return [state for state in self.rule.states if state in asked]
 
     def _names(self) -> dict[int, str]:
         return {
@@ -153,9 +144,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._stand_ins.collect(managed)
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
             return
-        hypers = self._hypers()
-        states.take_over_edits(engine, self.state)
-        norm = engine.step(hypers, early=bool(self.overlaps))
+        for group in self.param_groups:
+            self.rule.check_group(group)
+        states.take_over_edits(engine, self.rule, self.state)
+        norm = engine.step(self._hypers(engine), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
         self.last_step_skipped = not math.isfinite(norm)
@@ -163,7 +155,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._scale.after_skip(norm, engine.not_finite(), stacklevel=6)  # the line that called step()
         else:
             self._scale.after_step()
-            states.publish_all(engine, self.state)
+            states.publish_all(engine, self.rule, self.state)
         engine.change_loss_scale(self._scale.value)
 
     def adopt_replaced(self) -> None:
@@ -191,15 +183,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._stand_ins.move(managed, new)
         states.refresh(self._require_engine(), managed)
 
-    def _hypers(self) -> dict[int, Hyper]:
+    def _hypers(self, engine: Engine) -> dict[int, Hyper]:
+        """Of every parameter, with room for the moments they ask for."""
         hypers: dict[int, Hyper] = {}
         for group in self.param_groups:
-            check_hyper(group)
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            hyper = Hyper(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+            hyper = self.rule.hyper(group)
             for param in group["params"]:
                 if (managed := self._managed.get(id(param))) is not None:
-                    hypers[managed.index] = hyper
+                    managed.segment.have(engine.device, hyper.states)
+                    hypers[managed.index] = hyper if managed.filled.issuperset(hyper.states) else hyper.first()
         return hypers
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -335,14 +327,15 @@ class OffloadAdamW(torch.optim.Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """`torch.optim.AdamW`'s format, with the fp32 parameters beside the moments under `master`.
+        """The format of torch's optimizer, with the fp32 parameters beside the moments under `master`.
 
         A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`.
         """
         if self._engine is not None:
             if all(managed.complaint(managed.tensor) is None for managed in self._engine.managed):
-                states.take_over_edits(self._engine, self.state)  # a master from before would undo what was written
-                states.publish_all(self._engine, self.state)
+                # A master from before would undo what was written.
+                states.take_over_edits(self._engine, self.rule, self.state)
+                states.publish_all(self._engine, self.rule, self.state)
             self._engine.finish()
         saved = super().state_dict()
         saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
@@ -353,7 +346,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
         engine = self._require_engine()
-        saved = match_states(state_dict, self.param_groups, self._names())
+        saved = match_states(state_dict, self.param_groups, self._names(), self.rule)
         engine.way_up.land_all()
         engine.finish()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -361,12 +354,12 @@ class OffloadAdamW(torch.optim.Optimizer):
         for param in self._all_params():
             managed = self._managed.get(id(param))
             if managed is not None:
-                states.load(managed, saved.get(id(param)))
+                states.load(engine, self.rule, managed, saved.get(id(param)))
             elif id(param) in saved:
                 self.state[param] = dict(saved[id(param)])  # kept for when it is trained
         self._scale.load(state_dict.get("loss_scale"))
         engine.change_loss_scale(self._scale.value)
-        states.publish_all(engine, self.state)
+        states.publish_all(engine, self.rule, self.state)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(f"{type(self).__name__} cannot be copied: it owns threads and memory; use its state_dict()")

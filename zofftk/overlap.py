@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zofftk.optimizer import OffloadAdamW
+from zofftk.optimizer import OffloadOptimizer
 
 logger = logging.getLogger("zofftk")
 
 
-def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
+def offload(model: nn.Module, optimizer: OffloadOptimizer) -> ForwardOverlap:
     """Hand the model over, so that `optimizer.step()` returns while the update runs.
 
     From then on each module's forward waits for its own parameters, and so does other code that reads or writes a
@@ -52,8 +52,8 @@ def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"offload expects a torch module, got {type(model).__name__}")
-    if not isinstance(optimizer, OffloadAdamW):
-        raise TypeError(f"offload expects an OffloadAdamW, got {type(optimizer).__name__}")
+    if not isinstance(optimizer, OffloadOptimizer):
+        raise TypeError(f"offload expects one of zofftk's optimizers, got {type(optimizer).__name__}")
     optimizer._require_engine()
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if not any(id(param) in known for param in model.parameters()):
@@ -64,7 +64,7 @@ def offload(model: nn.Module, optimizer: OffloadAdamW) -> ForwardOverlap:
 class ForwardOverlap:
     """The hooks on a model, and which of its parameters a module waits for."""
 
-    def __init__(self, model: nn.Module, optimizer: OffloadAdamW) -> None:
+    def __init__(self, model: nn.Module, optimizer: OffloadOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # the model does not keep it alive
         self._params = [*model.parameters()]
         self._units = dict(_units(model))

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from zofftk.optimizer import OffloadAdamW
+    from zofftk.optimizer import OffloadOptimizer
 
 logger = logging.getLogger("zofftk")
 
-_living: weakref.WeakSet[OffloadAdamW] = weakref.WeakSet()
+_living: weakref.WeakSet[OffloadOptimizer] = weakref.WeakSet()
 
 
-def close_others(optimizer: OffloadAdamW, params: Sequence[torch.Tensor]) -> None:
+def close_others(optimizer: OffloadOptimizer, params: Sequence[torch.Tensor]) -> None:
     """`optimizer` takes `params`. A notebook cell that is run again builds its optimizer while the old one lives."""
     for other in list(_living):
         if other is not optimizer and any(other.takes(param) for param in params):

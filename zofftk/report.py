@@ -15,7 +15,8 @@ class StepReport:
 
     `wait_gradients_ms`, `adam_ms` and `copy_back_ms` are the main thread's time inside `step()`: until the last
     gradient and the norm were there, until updated values had arrived on the device, and copying them into the
-    parameters. `adam_busy_ms` is how long the host stream computed, overlapped or not.
+    parameters. `adam_busy_ms` is how long the host stream computed, overlapped or not. (`adam` stands
+    for the update, whichever optimizer's it is.)
     """
 
     num_params: int
@@ -45,6 +46,6 @@ def report_of(engine: Engine, steps: int) -> StepReport:
         bytes_up=engine.device.bytes_up,
         wait_gradients_ms=trace.total_ms("main", "wait for gradients"),
         adam_ms=trace.total_ms("compute", "wait for values"),
-        adam_busy_ms=trace.total_ms("host", "adam"),
+        adam_busy_ms=trace.total_ms("host", engine.rule_name),
         copy_back_ms=trace.total_ms("compute", "copy back"),
     )

@@ -7,13 +7,19 @@ from typing import Any
 import torch
 
 from zofftk.loss_scale import check_scale_state
-from zofftk.validation import check_hyper
+from zofftk.rules.base import Rule
 
-STATES = ("exp_avg", "exp_avg_sq", "master")  # of each parameter, fp32, in its shape
+MASTER = "master"  # the fp32 parameter, beside the moments of the rule
+
+
+def saved_step(saved: dict[str, Any]) -> float:
+    """Updates so far; 1 where an optimizer does not save them (`torch.optim.SGD`), -1 for what is no number."""
+    step = saved.get("step", 1)
+    return float(step) if not isinstance(step, torch.Tensor) or step.numel() == 1 else -1.0
 
 
 def match_states(
-    state_dict: dict[str, Any], param_groups: list[dict[str, Any]], names: dict[int, str]
+    state_dict: dict[str, Any], param_groups: list[dict[str, Any]], names: dict[int, str], rule: Rule
 ) -> dict[int, dict[str, Any]]:
     """The saved state of each parameter, by its id, checked; ValueError says what does not fit."""
     groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
@@ -23,29 +29,29 @@ def match_states(
     if sizes != saved_sizes:
         raise ValueError(f"the saved groups hold {saved_sizes} parameters, this optimizer's hold {sizes}")
     for number, group in enumerate(groups):
-        if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
+        if missing := [key for key in rule.hyper_names if key not in group]:
             raise ValueError(f"the saved group {number} has no {missing[0]!r}")
-        check_hyper(group)
+        rule.check_group(group)
     check_scale_state(state_dict.get("loss_scale"))
     params = [param for group in param_groups for param in group["params"]]
     saved_ids = [number for group in groups for number in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for saved_id, param in zip(saved_ids, params, strict=True):
         if saved := state_dict["state"].get(saved_id):
-            check_state(saved, param, names[id(param)])
+            check_state(saved, param, names[id(param)], rule)
             states[id(param)] = saved
     return states
 
 
-def check_state(saved: dict[str, Any], param: torch.Tensor, name: str) -> None:
+def check_state(saved: dict[str, Any], param: torch.Tensor, name: str, rule: Rule) -> None:
     """ValueError where `saved` cannot be the state of `param`."""
-    for key in ("step", "exp_avg", "exp_avg_sq"):
+    for key in rule.saved_names:
         if saved.get(key) is None:
             raise ValueError(f"the saved state of {name} has no {key!r}")
-    step = float(saved["step"]) if not isinstance(saved["step"], torch.Tensor) or saved["step"].numel() == 1 else -1.0
+    step = saved_step(saved)
     if not (step >= 0 and step.is_integer()):
-        raise ValueError(f"the saved step of {name} is {saved['step']!r}, expected a whole number of 0 or more")
-    for key in STATES:
+        raise ValueError(f"the saved step of {name} is {saved.get('step')!r}, expected a whole number of 0 or more")
+    for key in (*rule.states, MASTER):
         value = saved.get(key)
         if value is None:
             continue

@@ -10,57 +10,64 @@ import torch
 from zofftk.engine import Engine
 from zofftk.host_views import HostViews, edited_states, finisher
 from zofftk.managed import Managed
-from zofftk.state_dict import STATES
+from zofftk.rules.base import Rule
+from zofftk.state_dict import MASTER, saved_step
 
 Shown = MutableMapping[torch.Tensor, Any]  # `optimizer.state`
 
 
-def publish(engine: Engine, shown: Shown, managed: Managed) -> None:
+def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed) -> None:
     """Show the host's states of a parameter, as views, beside what the user has put there."""
     state = shown.get(managed.tensor)
     if not isinstance(state, HostViews) or not state:
-        views = {name: managed.segment.view(name, managed.index, managed.tensor.shape) for name in STATES}
-        others = {} if state is None else {key: value for key, value in state.items() if key not in views}
-        step = {"step": torch.zeros((), dtype=torch.float32)}
-        state = shown[managed.tensor] = HostViews(managed.index, finisher(engine), **(others | step | views))
+        own = {"step", MASTER, *rule.states}
+        others = {} if state is None else {key: value for key, value in state.items() if key not in own}
+        step = torch.zeros((), dtype=torch.float32)
+        state = shown[managed.tensor] = HostViews(managed.index, finisher(engine), step=step, **others)
+    for name in (*rule.states, MASTER):
+        if (name == MASTER or name in managed.filled) and not state.shows(name):
+            state.show(name, managed.segment.view(name, managed.index, managed.tensor.shape))
     state.count(managed.step)
 
 
-def publish_all(engine: Engine, shown: Shown) -> None:
+def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:
     """Of all parameters that have been updated."""
     for managed in engine.managed:
         if managed.step:
-            publish(engine, shown, managed)
+            publish(engine, rule, shown, managed)
 
 
-def load(managed: Managed, saved: dict[str, Any] | None) -> None:
+def load(engine: Engine, rule: Rule, managed: Managed, saved: dict[str, Any] | None) -> None:
     """Copy a checked state into the host's arenas; None: as if it had never been updated.
 
     The master counts where it rounds to the weight that is in the model by the next step; elsewhere that weight does.
     """
-    for name in STATES:
+    given = {} if saved is None else {name: saved[name] for name in saved if saved[name] is not None}
+    managed.filled = {name for name in rule.states if name in given}
+    managed.segment.have(engine.device, managed.filled)
+    for name in managed.segment.arenas:
         view = managed.segment.view(name, managed.index, managed.tensor.shape)
-        if saved is not None and saved.get(name) is not None:
-            view.copy_(saved[name])
-        elif name != "master":
+        if name in given:
+            view.copy_(given[name])
+        elif name != MASTER:
             view.zero_()
-    managed.step = 0 if saved is None else int(saved["step"])
+    managed.step = 0 if saved is None else int(saved_step(saved))
     if saved is not None:
         managed.version = -1
 
 
-def take_over_edits(engine: Engine, shown: Shown) -> None:
+def take_over_edits(engine: Engine, rule: Rule, shown: Shown) -> None:
     """What was written into parameters becomes their master, and what into `state` their state.
 
     Raises before anything where that is impossible.
     """
-    states = edited_states(engine.managed, shown)
+    edited_here = edited_states(engine.managed, shown, rule)
     edited = [managed for managed in engine.managed if managed.is_edited]
     for managed in edited:
         managed.check(managed.tensor)
-    for managed, state in states:
-        load(managed, state)
-    for managed in dict.fromkeys([*edited, *(managed for managed, _ in states)]):
+    for managed, state in edited_here:
+        load(engine, rule, managed, state)
+    for managed in dict.fromkeys([*edited, *(managed for managed, _ in edited_here)]):
         refresh(engine, managed)
 
 

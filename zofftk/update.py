@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from zofftk import cpu_kernels
-from zofftk.cpu_kernels import Hyper
 from zofftk.device.base import Buffer
 from zofftk.host_state import HostBucket
 from zofftk.layout import ALIGN_NUMEL, Piece
+from zofftk.rules.base import Elements, Hyper
 
 Task = Callable[[], None]
 
@@ -30,7 +30,7 @@ class UpdateRun:
     grad_scale: float
 
 
-def adam(
+def apply(
     bucket: HostBucket,
     present: set[int],
     hypers: Mapping[int, Hyper],
@@ -49,17 +49,13 @@ def adam(
             _cut(source.tensor, piece).zero_()
         for run in runs:
             part = slice(run.start, run.stop)
-            cpu_kernels.adam(
+            elements = Elements(
                 bucket.master.tensor[part],
-                bucket.exp_avg.tensor[part],
-                bucket.exp_avg_sq.tensor[part],
+                {name: bucket.moments[name].tensor[part] for name in run.hyper.states},
                 source.tensor[part],
                 bucket.wire.tensor[part],
-                hyper=run.hyper,
-                step=run.step,
-                grad_scale=run.grad_scale,
-                threads=threads,
             )
+            run.hyper.update(elements, step=run.step, grad_scale=run.grad_scale, threads=threads)
 
     return task
 

@@ -66,17 +66,30 @@ def check_memory(params: list[torch.Tensor], names: list[str]) -> None:
         raise ValueError(f"{one} and {other} share memory: expected one Parameter object for tied weights")
 
 
-def check_hyper(group: dict[str, Any]) -> None:
+def check_options(group: dict[str, Any]) -> None:
+    """Options of torch's optimizers that would change the update."""
     for key in ("amsgrad", "maximize", "differentiable"):
         if group.get(key):
-            raise ValueError(f"{key} is an option of torch's AdamW that is not offered here, expected it to be False")
-    for key in ("lr", "eps", "weight_decay"):
-        if not isinstance(group[key], numbers.Real | torch.Tensor):
-            raise TypeError(f"{key} must be a number, got {group[key]!r}")
-        if isinstance(group[key], torch.Tensor) and group[key].numel() != 1:
-            raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(group[key].shape)}")
+            raise ValueError(f"{key} is an option of torch's that is not offered here, expected it to be False")
+
+
+def check_number(group: dict[str, Any], key: str) -> None:
+    """A hyper-parameter: a float or a tensor of one element."""
+    value = group[key]
+    if not isinstance(value, numbers.Real | torch.Tensor):
+        raise TypeError(f"{key} must be a number, got {value!r}")
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
+
+
+def check_at_least_0(group: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        check_number(group, key)
         if not float(group[key]) >= 0.0:
             raise ValueError(f"{key} must be 0 or more, got {group[key]!r}")
+
+
+def check_betas(group: dict[str, Any]) -> None:
     betas = tuple(group["betas"])
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']!r}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.programs.models import KINDS, BlockSpec
+from tests.programs.optimizers import OPTIMIZERS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GRADIENTS = (
@@ -43,14 +44,15 @@ class Program:
     blocks: list[BlockSpec]
     frozen: list[int]  # positions of parameters frozen from the start
     held_back: list[int]  # blocks that the optimizer does not hold at first
-    groups: list[dict[str, Any]]  # hyper-parameters; parameter i goes to group i modulo their number
+    groups: list[dict[str, Any]]  # hyper-parameters in AdamW's terms; parameter i goes to group i modulo their number
     named: bool
     options: dict[str, Any]  # of the optimizer
     checked: bool  # the model's own reads and writes are watched
     ops: list[Op]
+    optimizer: str = "AdamW"
 
     def __str__(self) -> str:
-        lines = [f"program {self.seed}: width {self.width}"]
+        lines = [f"program {self.seed}: {self.optimizer}, width {self.width}"]
         lines += [f"  block {i}: {spec}" for i, spec in enumerate(self.blocks)]
         lines.append(f"  frozen {self.frozen}, held back {self.held_back}, {'named' if self.named else 'not named'}")
         lines += [f"  group {i}: {group}" for i, group in enumerate(self.groups)]
@@ -72,6 +74,7 @@ def draw(seed: int) -> Program:
         options=_options(rng),
         checked=rng.random() < 0.1,
         ops=_ops(rng),
+        optimizer=random.Random(f"optimizer of {seed}").choice(["AdamW"] * 4 + [*OPTIMIZERS]),
     )
 
 
@@ -191,7 +194,7 @@ def _between(rng: random.Random) -> Op:
     if name == "tensor_lr":
         return Op(name, {"group": rng.randrange(3), "lr": rng.choice([0.01, 0.003])})
     if name == "load_damaged":
-        return Op(name, {"damage": rng.choice(["shape", "step", "groups", "betas"])})
+        return Op(name, {"damage": rng.choice(["shape", "step", "groups", "lr"])})
     if name == "change":
         key = rng.choice(["lr", "betas", "eps", "weight_decay"])
         return Op(name, {"group": rng.randrange(3), "key": key, "value": _group(rng)[key]})

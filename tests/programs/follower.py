@@ -47,6 +47,7 @@ def followable(seed: int) -> Program:
         ops=[_without_wire_dtype(op) for op in program.ops if op.name not in NOT_TORCHS],
         blocks=[dataclasses.replace(block, dtype=torch.float32) for block in program.blocks],
         options={**program.options, "wire_dtype": None},
+        optimizer="AdamW",
     )
 
 
@@ -113,9 +114,9 @@ def _compare_and_align(follower: Follower, plain: Plain, op: Op, when: str) -> N
         if row is not None and row.shown:
             assert state["step"] == row.step, what
             # A mean may cancel out; the mean square says how large what it is made of was.
-            scale = row.exp_avg_sq.sqrt().view(param.shape)
-            _align(state["exp_avg"], row.exp_avg.view(param.shape), 1e-5 * scale, f"exp_avg of {what}")
-            _align(state["exp_avg_sq"], row.exp_avg_sq.view(param.shape), 0.0, f"exp_avg_sq of {what}")
+            scale = row.moments["exp_avg_sq"].sqrt().view(param.shape)
+            _align(state["exp_avg"], row.moments["exp_avg"].view(param.shape), 1e-5 * scale, f"exp_avg of {what}")
+            _align(state["exp_avg_sq"], row.moments["exp_avg_sq"].view(param.shape), 0.0, f"exp_avg_sq of {what}")
         else:
             assert bool(state) == (id(other) in plain.opt.waiting), what
         if "step" in op.name:

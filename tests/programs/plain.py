@@ -9,7 +9,8 @@ import torch
 
 from tests.programs.draw import Program
 from tests.programs.models import losses_of
-from tests.programs.plain_reference import Gradient, PlainAdamW, Refused, Row
+from tests.programs.optimizers import OPTIMIZERS, edit
+from tests.programs.plain_reference import Gradient, PlainOptimizer, Refused, Row
 from tests.programs.shared import build_model, clip, gradient_by_hand, half_edited, initial_groups, noise, run_backward
 from zofftk.standin import StandInError
 
@@ -18,7 +19,7 @@ class Plain:
     """Each operation is a method; raises `Refused` where it is a documented error."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.program, self.choice = program, OPTIMIZERS[program.optimizer]
         self.model = build_model(program)
         self.params = list(self.model.parameters())
         self.files: list[Any] = []
@@ -29,8 +30,8 @@ class Plain:
         groups = [{**group, "params": [param for _, param in group["params"]]} for group in groups]
         self.opt = self.build(groups, program.options)
 
-    def build(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> PlainAdamW:
-        return PlainAdamW(groups, options["max_grad_norm"], options["wire_dtype"])
+    def build(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> PlainOptimizer:
+        return PlainOptimizer(self.choice.update, groups, options["max_grad_norm"], options["wire_dtype"])
 
     def param(self, position: int) -> torch.nn.Parameter:
         return self.params[position % len(self.params)]
@@ -216,7 +217,7 @@ class Plain:
     # -- between steps -----------------------------------------------------------------------------------------
 
     def change(self, group: int, key: str, value: Any) -> None:
-        self.opt.groups[group % len(self.opt.groups)][key] = value
+        self.opt.groups[group % len(self.opt.groups)].update(self.choice.hyper({key: value}))
 
     def schedule(self) -> None:
         for group in self.opt.groups:
@@ -228,11 +229,9 @@ class Plain:
     def edit_state(self, param: int) -> None:
         row = self.row(param)
         if row is not None and row.shown:
-            row.exp_avg.zero_()
-            row.exp_avg_sq.mul_(0.5)
+            edit(row.moments)
         elif row is None and (state := self.opt.waiting.get(id(self.param(param)))):
-            state["exp_avg"].zero_()
-            state["exp_avg_sq"].mul_(0.5)
+            edit(state)
 
     def freeze(self, param: int) -> None:
         self.param(param).requires_grad_(False)
@@ -243,7 +242,7 @@ class Plain:
     def add_group(self, hyper: dict[str, Any]) -> None:
         held = {id(param) for param in self.opt.params()}
         if new := [param for param in self.params if id(param) not in held]:
-            self.opt.groups.append({**hyper, "params": new})
+            self.opt.groups.append({**self.choice.hyper(hyper), "params": new})
             self.opt.manage([param for param in new if param.requires_grad])
 
     def load_weights(self, data: int) -> None:
@@ -275,7 +274,7 @@ class Plain:
 
     def load_damaged(self, damage: str) -> None:
         saved = self.opt.save()
-        if damage in ("groups", "betas") or saved["states"]:
+        if damage in ("groups", "lr") or saved["states"]:
             raise Refused(ValueError, damage)
         self.opt.load(saved)
 

@@ -1,4 +1,4 @@
-"""The rules of `OffloadAdamW` in their plainest form: whole tensors, no buckets, no streams, no engine.
+"""The rules of the optimizers in their plainest form: whole tensors, no buckets, no streams, no engine.
 
 A gradient is what autograd delivers, in the dtype of the link; one that this would round stays in fp32, unless the
 option wire_dtype asks for it. From the second delivery on it is the fp32 sum of them in order of arrival. A factor
@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from zofftk.cpu_adam import adamw_step
-
 BLOCK = 4096  # elements of one sum of squares, counted from the start of each parameter
 LANES = 32  # partial sums inside a block
-STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Refused(Exception):
@@ -78,8 +76,7 @@ class Row:
     param: torch.Tensor
     wire: torch.dtype
     master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # by name, once there is something in them
     step: int = 0
     gradient: Gradient | None = None  # stands in p.grad; a real tensor there goes before it
     aside: Gradient | None = None  # somebody has kept it, and has put None into p.grad
@@ -89,8 +86,7 @@ class Row:
     hook: Any = None
 
     def start_anew(self) -> None:
-        self.exp_avg.zero_()
-        self.exp_avg_sq.zero_()
+        self.moments.clear()
         self.step = 0
 
     def take_over(self) -> None:
@@ -102,9 +98,10 @@ class Row:
 
 
 @dataclass(eq=False)
-class PlainAdamW:
+class PlainOptimizer:
     """`groups` are dicts of hyper-parameters with `params`."""
 
+    update: Callable[..., None]  # see `optimizers`
     groups: list[dict[str, Any]]
     max_grad_norm: float | None = None
     wire_dtype: torch.dtype | None = None
@@ -126,7 +123,7 @@ class PlainAdamW:
         for param in params:
             if id(param) not in self.rows:
                 master = param.detach().reshape(-1).float().clone()
-                row = Row(param, self.wire_dtype or param.dtype, master, *(torch.zeros_like(master) for _ in "12"))
+                row = Row(param, self.wire_dtype or param.dtype, master)
                 self.rows[id(param)] = row
                 if saved := self.waiting.pop(id(param), None):
                     self._load(row, saved)
@@ -234,20 +231,8 @@ class PlainAdamW:
         group = next(group for group in self.groups if any(row.param is param for param in group["params"]))
         row.step += 1
         new = torch.empty(row.master.numel(), dtype=row.wire)
-        adamw_step(
-            row.master,
-            row.exp_avg,
-            row.exp_avg_sq,
-            gradient.values,
-            step=row.step,
-            lr=float(group["lr"]),
-            betas=tuple(float(beta) for beta in group["betas"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            grad_scale=gradient.factor * coefficient,
-            out=new,
-            threads=1,
-        )
+        options = {"step": row.step, "grad_scale": gradient.factor * coefficient, "threads": 1}
+        self.update(row.master, row.moments, gradient.values, new, group, **options)
         with torch.no_grad():
             row.param.copy_(new.view(row.param.shape))
 
@@ -268,7 +253,7 @@ class PlainAdamW:
         for position, param in enumerate(self.params()):
             row = self.rows.get(id(param))
             if row is not None and row.shown:
-                states[position] = {"step": row.step, **{name: getattr(row, name).clone() for name in STATES}}
+                states[position] = {"step": row.step, "master": row.master, **row.moments}
             elif id(param) in self.waiting:
                 states[position] = self.waiting[id(param)]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
@@ -293,7 +278,7 @@ class PlainAdamW:
                 self._load(row, state)
 
     def _load(self, row: Row, state: dict[str, Any]) -> None:
-        for name in STATES:
-            getattr(row, name).copy_(state[name])
+        row.master.copy_(state["master"])
+        row.moments = {name: state[name].clone() for name in state if name not in ("step", "master")}
         row.step, row.shown = state["step"], True
         row.written = True  # the weights in the model count where the loaded master does not round to them

@@ -13,7 +13,7 @@ import torch
 from tests.compare import assert_same_bits
 from tests.programs.draw import Op, Program
 from tests.programs.plain import Plain
-from tests.programs.plain_reference import STATES, Gradient, Refused
+from tests.programs.plain_reference import Gradient, Refused
 from tests.programs.user import User
 from zofftk.checked import CheckedAccess
 
@@ -112,8 +112,10 @@ def _compare_state(state: Any, reference: Any, param: torch.Tensor, what: str) -
     else:
         assert state, f"{what} has no state"
         assert state["step"] == row.step, f"step of {what} is {state['step']}, expected {row.step}"
-        for name in STATES:
-            assert_same_bits(state[name], getattr(row, name).view(param.shape), f"{name} of {what}")
+        expected = {"master": row.master, **row.moments}
+        assert set(state) == {"step", *expected}, f"state of {what}: {sorted(state)}"
+        for name, value in expected.items():
+            assert_same_bits(state[name], value.view(param.shape), f"{name} of {what}")
 
 
 # -- smaller -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 
 from tests.programs.draw import Program
 from tests.programs.models import RandomModel, losses_of
+from tests.programs.optimizers import OPTIMIZERS
 
 
 def build_model(program: Program) -> RandomModel:
@@ -24,7 +25,8 @@ def initial_groups(program: Program, model: RandomModel) -> list[dict[str, Any]]
     held = {id(p) for i in program.held_back for p in model.blocks[i].parameters()}
     named = [(name, param) for name, param in model.named_parameters() if id(param) not in held]
     size = len(program.groups)
-    groups = [{**hyper, "params": named[number::size]} for number, hyper in enumerate(program.groups)]
+    hypers = [OPTIMIZERS[program.optimizer].hyper(group) for group in program.groups]
+    groups = [{**hyper, "params": named[number::size]} for number, hyper in enumerate(hypers)]
     return [group for group in groups if group["params"]]
 
 
@@ -59,10 +61,10 @@ def damaged(saved: dict[str, Any], damage: str) -> dict[str, Any]:
     """A saved state that no optimizer can take; the first parameter with a state is the one damaged."""
     if damage == "groups":
         saved["param_groups"].append(saved["param_groups"][0])
-    elif damage == "betas":
-        saved["param_groups"][-1]["betas"] = (0.9, 1.5)
+    elif damage == "lr":
+        saved["param_groups"][-1]["lr"] = -1.0
     elif states := [state for state in saved["state"].values() if state]:
-        states[0].update({"step": -1} if damage == "step" else {"exp_avg": torch.zeros(3, 1, 4, 1, 5)})
+        states[0].update({"step": -1} if damage == "step" else {"master": torch.zeros(3, 1, 4, 1, 5)})
     return saved
 
 

@@ -13,6 +13,7 @@ import torch
 import zofftk
 from tests.programs.draw import Program
 from tests.programs.models import losses_of
+from tests.programs.optimizers import OPTIMIZERS, edit
 from tests.programs.shared import (
     build_model,
     clip,
@@ -24,6 +25,7 @@ from tests.programs.shared import (
     run_backward,
 )
 from zofftk.device.emulated import EmulatedDevice
+from zofftk.optimizer import OffloadOptimizer
 from zofftk.standin import StandIn, StandInError
 
 
@@ -31,7 +33,7 @@ class User:
     """Each operation is a method; it returns what a user would see of it."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.program, self.choice = program, OPTIMIZERS[program.optimizer]
         self.model = build_model(program)
         self.params = list(self.model.parameters())
         self.names = {id(param): name for name, param in self.model.named_parameters()}
@@ -41,7 +43,7 @@ class User:
         self.aside: dict[int, Any] = {}  # gradients, by id of the parameter
         self.scale = 1024.0
         self.devices = 0
-        self.opt: zofftk.OffloadAdamW
+        self.opt: OffloadOptimizer
         self.build(initial_groups(program, self.model), program.options)
 
     def build(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
@@ -50,7 +52,7 @@ class User:
         self.devices += 1
         seed = self.program.seed + self.devices
         device = EmulatedDevice(delays=seed, max_delay_ms=0.05 * (seed % 4), poison=True)
-        self.opt = zofftk.OffloadAdamW(groups, device=device, **options)
+        self.opt = self.choice.kind(groups, device=device, **options)
         self.schedule_of = None
 
     def param(self, position: int) -> torch.nn.Parameter:
@@ -176,7 +178,7 @@ class User:
     # -- between steps -----------------------------------------------------------------------------------------
 
     def change(self, group: int, key: str, value: Any) -> None:
-        self.opt.param_groups[group % len(self.opt.param_groups)][key] = value
+        self.opt.param_groups[group % len(self.opt.param_groups)].update(self.choice.hyper({key: value}))
 
     def schedule(self) -> None:
         with warnings.catch_warnings():
@@ -190,8 +192,7 @@ class User:
     def edit_state(self, param: int) -> None:
         if state := self.opt.state.get(self.param(param)):
             self.opt.synchronize()
-            state["exp_avg"].zero_()
-            state["exp_avg_sq"].mul_(0.5)
+            edit(state)
 
     def freeze(self, param: int) -> None:
         self.param(param).requires_grad_(False)
@@ -204,7 +205,7 @@ class User:
         new = [(name, param) for name, param in self.model.named_parameters() if id(param) not in held]
         if new:
             params: Any = new if self.program.named else [param for _, param in new]
-            self.opt.add_param_group({**hyper, "params": params})
+            self.opt.add_param_group({**self.choice.hyper(hyper), "params": params})
 
     def load_weights(self, data: int) -> None:
         weights = {name: half_edited(value, data) for name, value in self.model.state_dict().items()}
