@@ -15,6 +15,7 @@ struct Quick {
 };
 struct Subnormal {
   ZOFFTK_INLINE Lanes::F of(const Factor& factor, Lanes::F x) {
+    if (!Lanes::any(Lanes::is_tiny(x, Lanes::set1(kTinyOperand)))) return Quick::of(factor, x);
     return Lanes::narrow(Lanes::dmul(factor.wide, Lanes::widen(x)));
   }
 };

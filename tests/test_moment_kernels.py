@@ -1,6 +1,8 @@
 """Lion and SGD: the written formula bit for bit, on every instruction set, for all sizes, threads and values."""
 
 import itertools
+import statistics
+import time
 
 import numpy as np
 import pytest
@@ -151,3 +153,18 @@ def test_a_sign_of_nothing_is_nothing(isa):
     step(p, m, g, isa=isa, **{**LION, "weight_decay": 0.0, "beta1": 0.0})
     assert_same_bits(p, torch.tensor([1.0, -0.0, 0.0, 2.99, torch.nan]))
     assert m[4].isnan()
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "scalar"])
+def test_subnormal_moments_are_not_slow(isa):
+    """A moment that only decays stays subnormal for ever: 1e-44 * 0.99 rounds to itself."""
+    n, samples = 16384, {1e-3: [], 1e-44: []}
+    p, g = torch.full((n,), 0.5), torch.zeros(n)
+    for _ in range(60):
+        for value, times in samples.items():
+            m = torch.full((n,), value)
+            start = time.perf_counter()
+            step(p, m, g, isa=isa, **LION)
+            times.append(time.perf_counter() - start)
+    ratio = statistics.median(samples[1e-44]) / statistics.median(samples[1e-3])
+    assert ratio <= 8.0, f"subnormal moments cost {ratio:.2f}x"

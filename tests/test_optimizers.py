@@ -329,6 +329,12 @@ def test_a_checkpoint_of_another_rule_is_refused():
         saved = torch.optim.Adam([randn(5)], **options).state_dict()
         with pytest.raises(ValueError, match=f"{name} is an option of torch's that is not offered here"):
             opts["Adam"].load_state_dict(saved)
+    decay = dict(lr=1e-2, weight_decay=0.1)
+    with pytest.raises(ValueError, match="decoupled_weight_decay=True is AdamW's decay"):
+        opts["Adam"].load_state_dict(torch.optim.AdamW([randn(5)], **decay).state_dict())
+    with pytest.raises(ValueError, match="parameter 0 of group 0 has 'exp_avg_sq', which is another optimizer's"):
+        opts["Lion"].load_state_dict(opts["Adam"].state_dict())
+    opts["Adam"].load_state_dict(torch.optim.AdamW([randn(5)], weight_decay=0.0).state_dict())
     for opt in opts.values():
         opt.close()
 

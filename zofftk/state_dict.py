@@ -10,6 +10,7 @@ from zofftk.loss_scale import check_scale_state
 from zofftk.rules.base import Rule
 
 MASTER = "master"  # the fp32 parameter, beside the moments of the rule
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of any optimizer
 
 
 def saved_step(saved: dict[str, Any]) -> float:
@@ -48,6 +49,9 @@ def check_state(saved: dict[str, Any], param: torch.Tensor, name: str, rule: Rul
     for key in rule.saved_names:
         if saved.get(key) is None:
             raise ValueError(f"the saved state of {name} has no {key!r}")
+    for key in MOMENTS:
+        if key not in rule.states and saved.get(key) is not None:
+            raise ValueError(f"the saved state of {name} has {key!r}, which is another optimizer's")
     step = saved_step(saved)
     if not (step >= 0 and step.is_integer()):
         raise ValueError(f"the saved step of {name} is {saved.get('step')!r}, expected a whole number of 0 or more")

@@ -55,6 +55,9 @@ class AdamRule(Rule):
     def check(self, group: dict[str, Any]) -> None:
         check_at_least_0(group, "lr", "eps", "weight_decay")
         check_betas(group)
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)  # torch's, in the groups of a checkpoint
+        if decoupled != self.decoupled and float(group["weight_decay"]) != 0.0:
+            raise ValueError(f"decoupled_weight_decay={decoupled} is {'AdamW' if decoupled else 'Adam'}'s decay")
 
     def hyper(self, group: dict[str, Any]) -> AdamHyper:
         beta1, beta2 = (float(beta) for beta in group["betas"])
