@@ -9,7 +9,7 @@ import torch
 
 import zofftk
 from tests.compare import assert_same_bits
-from zofftk.state_dict import STATES
+from zofftk.state_dict import COUNTS, STATES
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -74,5 +74,5 @@ def test_a_saved_state_is_plain():
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert type(loaded["state"][0]) is dict
-    assert set(loaded["state"][0]) == {"step", *STATES}
+    assert set(loaded["state"][0]) == {*COUNTS, *STATES}
     opt.close()

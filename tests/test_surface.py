@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_public_names_are_these():
-    assert zofftk.__all__ == ["CPUAdamW", "LossScale", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
+    classes = ["CPUAdamW", "LossScale", "OffloadAdamW", "OffloadConfig"]
+    assert zofftk.__all__ == [*classes, "cpu_adam", "load", "offload", "save"]
     for name in zofftk.__all__:
         assert getattr(zofftk, name).__doc__
 

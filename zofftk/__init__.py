@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from zofftk.loss_scale import LossScale as LossScale
     from zofftk.optimizer import OffloadAdamW as OffloadAdamW
     from zofftk.overlap import offload as offload
+    from zofftk.saving import load as load
+    from zofftk.saving import save as save
 
-__all__ = ["CPUAdamW", "LossScale", "OffloadAdamW", "OffloadConfig", "cpu_adam", "offload"]
+__all__ = ["CPUAdamW", "LossScale", "OffloadAdamW", "OffloadConfig", "cpu_adam", "load", "offload", "save"]
 
 _HOMES = {
     "CPUAdamW": "zofftk.cpu_adamw",
     "LossScale": "zofftk.loss_scale",
     "OffloadAdamW": "zofftk.optimizer",
     "OffloadConfig": "zofftk.config",
+    "load": "zofftk.saving",
     "offload": "zofftk.overlap",
+    "save": "zofftk.saving",
 }
 
 try:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zofftk.state_dict import STATES
+from zofftk.mapped import FileMappings
+from zofftk.state_dict import COUNTS, STATES, entries_of_others
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
+    from zofftk.managed import Managed
 
 
 class HostViews(dict[str, Any]):
@@ -46,12 +48,15 @@ class HostViews(dict[str, Any]):
 
     def count(self, step: int) -> None:
         """The parameter has had so many updates; nothing is waited for."""
-        super().__getitem__("step").fill_(step)
+        for key in COUNTS:
+            super().__getitem__(key).fill_(step)
 
     def __setitem__(self, key: str, value: Any) -> None:
         view = self.get(key)
-        if key not in STATES or view is None:
+        if view is None or (key not in STATES and key not in COUNTS):
             super().__setitem__(key, value)
+        elif key in COUNTS:
+            view.fill_(float(value))
         elif value is not view:
             if not isinstance(value, torch.Tensor) or value.shape != view.shape:
                 raise ValueError(
@@ -62,6 +67,24 @@ class HostViews(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+
+def views_of(managed: Managed, ready: Callable[[], None], loaded: dict[str, Any] | None) -> HostViews:
+    """What the host holds of a parameter, and beside it what else was in the state that was loaded for it."""
+    views = {name: managed.segment.view(name, managed.index, managed.shape) for name in STATES}
+    counts = {name: torch.zeros((), dtype=dtype) for name, dtype in COUNTS.items()}
+    return HostViews(ready, **{"step": counts.pop("step"), **views, **counts, **entries_of_others(loaded or {})})
+
+
+def load_state(managed: Managed, saved: dict[str, Any] | None, files: FileMappings | None = None) -> None:
+    """Copy a checked state into the host's memory; None: as if the parameter had never been updated."""
+    for name in STATES:
+        view = managed.segment.view(name, managed.index, managed.shape)
+        if saved is not None and saved.get(name) is not None:
+            (files or FileMappings()).copy(view, saved[name])
+        elif name != "master":
+            view.zero_()
+    managed.step = 0 if saved is None else int(saved["step"])
 
 
 def finisher(engine: Engine) -> Callable[[], None]:

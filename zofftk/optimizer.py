@@ -15,12 +15,13 @@ from zofftk.cpu_kernels import Hyper
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
-from zofftk.host_views import HostViews, finisher
+from zofftk.host_views import finisher, load_state, views_of
 from zofftk.loss_scale import ScaleKeeper
+from zofftk.mapped import FileMappings
 from zofftk.replaced import Replacements
 from zofftk.report import StepReport, report_of
 from zofftk.stand_ins import StandIns
-from zofftk.state_dict import STATES, match_states
+from zofftk.state_dict import TORCH_GROUP, groups_to_load, match_states, on_host
 from zofftk.trace import Trace
 from zofftk.validation import check_gradient, check_hyper, check_memory, check_param, parameter_name
 
@@ -65,7 +66,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     ) -> None:
         self._engine: Engine | None = None  # torch's constructor calls add_param_group before there can be one
         merged = OffloadConfig.merged(config, options)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_GROUP}
         check_hyper(defaults)
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
@@ -110,9 +111,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._managed[id(managed.tensor)] = managed
             self._stand_ins.add(managed)
             if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
-                self._load_state(managed, saved)
+                load_state(managed, saved)
                 managed.version = self._loaded_at.pop(id(managed.tensor), managed.version)  # written to since?
-                self._publish_state(managed)
+                self._publish_state(managed, saved)
         for param in params:
             self._stand_ins.attach(self._managed[id(param)])
 
@@ -149,7 +150,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             return
         for managed in engine.managed:
             if managed.step and not self.state.get(managed.tensor):
-                self._load_state(managed, None)  # the user has deleted it: it starts anew
+                load_state(managed, None)  # the user has deleted it: it starts anew
         self._take_over_edits(engine)
         norm = engine.step(self._hypers(), early=bool(self.overlaps))
         self.last_grad_norm = norm
@@ -207,10 +208,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             if managed.step:
                 self._publish_state(managed)
 
-    def _publish_state(self, managed: Managed) -> None:
+    def _publish_state(self, managed: Managed, loaded: dict[str, Any] | None = None) -> None:
         if not self.state.get(managed.tensor):
-            views = {name: managed.segment.view(name, managed.index, managed.tensor.shape) for name in STATES}
-            self.state[managed.tensor] = HostViews(finisher(self._require_engine()), step=torch.zeros(()), **views)
+            self.state[managed.tensor] = views_of(managed, finisher(self._require_engine()), loaded)
         self.state[managed.tensor].count(managed.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -340,7 +340,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`torch.optim.AdamW`'s format, with the fp32 parameters beside the moments under `master`.
 
-        A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`.
+        `master_step` is the step a master is of: where another optimizer has gone on with the state, it is behind
+        `step`, and loading takes the masters from the parameters. A dynamic loss scale is under `loss_scale`, beside
+        `state` and `param_groups`. The tensors are views of the host's memory: save or copy them before the next step.
         """
         if self._engine is not None:
             for managed in self._engine.managed:  # a master from before would undo what was written
@@ -354,33 +356,37 @@ class OffloadAdamW(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
+        """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits.
+
+        Args:
+            state_dict: of this class or of `torch.optim.AdamW`. A state without masters leaves them as they are: the
+                parameters' values. Entries of others in groups and states are kept.
+
+        Raises:
+            ValueError: other groups or shapes; an entry that is missing or no state; amsgrad or maximize.
+            TypeError: a hyper-parameter that is no number.
+            RuntimeError: the optimizer is closed.
+
+        Source: `torch.optim.Optimizer.load_state_dict`, but for the cast to the parameter's dtype.
+        """
         engine = self._require_engine()
         saved = match_states(state_dict, self.param_groups, self._names())
         engine.way_up.land_all()
         engine.finish()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        super().load_state_dict({"state": {}, "param_groups": groups_to_load(state_dict["param_groups"])})
         self._manage([param for param in self._all_params() if param.requires_grad])
+        files = FileMappings()
         for param in self._all_params():
-            managed = self._managed.get(id(param))
+            managed, state = self._managed.get(id(param)), saved.get(id(param))
             if managed is not None:
-                self._load_state(managed, saved.get(id(param)))
-            elif id(param) in saved:
-                self.state[param] = dict(saved[id(param)])  # kept for when it is trained
+                load_state(managed, state, files)
+                if state is not None:
+                    self._publish_state(managed, state)
+            elif state is not None:
+                self.state[param] = on_host(state)  # kept for when it is trained
                 self._loaded_at[id(param)] = param._version
         self._scale.load(state_dict.get("loss_scale"))
         engine.loss_scale = self._scale.value
-        self._publish_states(engine)
-
-    def _load_state(self, managed: Managed, saved: dict[str, Any] | None) -> None:
-        """Copy a checked state into the host's arenas; None: as if it had never been updated."""
-        for name in STATES:
-            view = managed.segment.view(name, managed.index, managed.tensor.shape)
-            if saved is not None and saved.get(name) is not None:
-                view.copy_(saved[name])
-            elif name != "master":
-                view.zero_()
-        managed.step = 0 if saved is None else int(saved["step"])
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(f"{type(self).__name__} cannot be copied: it owns threads and memory; use its state_dict()")

@@ -1,14 +1,33 @@
-"""A saved optimizer state against the parameters it is to be loaded for."""
+"""The format of a saved state, which is `torch.optim.AdamW`'s, and a saved one against the parameters it is for.
+
+Torch's AdamW loads a state with masters, casts everything in it but `step` to the parameter's dtype, and trains on
+without a look at the masters. So a master counts only while its `master_step` is the state's `step` and is still of
+the dtype it was saved in; else the parameter is what the state belongs to.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from zofftk.validation import check_hyper
 
+logger = logging.getLogger("zofftk")
+
+# What `torch.optim.AdamW` has in its groups beside the numbers; foreach, capturable and fused have no effect here.
+TORCH_GROUP: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
 STATES = ("exp_avg", "exp_avg_sq", "master")  # of each parameter, fp32, in its shape
+COUNTS = {"step": torch.float32, "master_step": torch.int64}  # of each parameter; the updates behind moments and master
 
 
 def match_states(
@@ -28,11 +47,48 @@ def match_states(
     params = [param for group in param_groups for param in group["params"]]
     saved_ids = [number for group in groups for number in group["params"]]
     states: dict[int, dict[str, Any]] = {}
+    stale: list[str] = []
     for saved_id, param in zip(saved_ids, params, strict=True):
         if saved := state_dict["state"].get(saved_id):
             _check_state(saved, param, names[id(param)])
+            saved = dict(saved)
+            if saved.get("master") is not None and not _has_current_master(saved):
+                stale.append(names[id(param)])
+                del saved["master"]
+            saved.pop("master_step", None)
             states[id(param)] = saved
+    if stale:
+        logger.warning(
+            "another optimizer has gone on with the saved state, whose masters are older than its moments: the masters "
+            "of %d parameters, the first of them %s, are taken from the parameters",
+            len(stale),
+            stale[0],
+        )
     return states
+
+
+def _has_current_master(saved: dict[str, Any]) -> bool:
+    if saved["master"].dtype != torch.float32:
+        return False
+    mark = saved.get("master_step")
+    if not isinstance(mark, torch.Tensor):
+        return mark is None or float(mark) == float(saved["step"])  # none: of an optimizer that keeps none
+    return mark.dtype == COUNTS["master_step"] and mark.numel() == 1 and float(mark) == float(saved["step"])
+
+
+def entries_of_others(saved: dict[str, Any]) -> dict[str, Any]:
+    """What in a parameter's state is not this package's: it is kept, and saved again."""
+    return {key: value for key, value in saved.items() if key not in STATES and key not in COUNTS}
+
+
+def on_host(saved: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state with its tensors on the CPU; those that are there already are not copied."""
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
+
+
+def groups_to_load(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As `torch.optim.AdamW` does it: entries that older states lack get their defaults, the decay is decoupled."""
+    return [{**TORCH_GROUP, **group, "decoupled_weight_decay": True} for group in groups]
 
 
 def _check_state(saved: dict[str, Any], param: torch.Tensor, name: str) -> None:

@@ -60,6 +60,9 @@ def check_hyper(group: dict[str, Any]) -> None:
             raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(group[key].shape)}")
         if not float(group[key]) >= 0.0:
             raise ValueError(f"{key} must be 0 or more, got {group[key]!r}")
+    for key in ("amsgrad", "maximize", "differentiable"):  # of torch's, which would give other results
+        if group.get(key):
+            raise ValueError(f"{key} must be False, got {group[key]!r}: it is not supported")
     betas = tuple(group["betas"])
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']!r}")
