@@ -385,6 +385,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             elif state is not None:
                 self.state[param] = on_host(state)  # kept for when it is trained
                 self._loaded_at[id(param)] = param._version
+        files.release()
         self._scale.load(state_dict.get("loss_scale"))
         engine.loss_scale = self._scale.value
 
