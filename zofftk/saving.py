@@ -76,22 +76,27 @@ def load(path: str | os.PathLike[str], *, check: bool = True) -> Any:
     path = Path(path)
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
         raise OSError(errno.EINVAL, "it is not a file", str(path))
-    try:
-        if check:
-            _check_bytes(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # the parsers of zip, deflate and pickle raise what they like on damaged bytes
-        raise InputError(
-            f"expected a file of zofftk.save or torch.save with tensors and plain values alone; {path} is truncated, "
-            f"damaged or not one ({str(error).strip().partition(chr(10))[0]})"
-        ) from None
+    with path.open("rb") as file:
+        # Torch opens a file by its name more than once; `save` may put another in its place in between.
+        fixed = f"/proc/self/fd/{file.fileno()}"
+        try:
+            if check:
+                _check_bytes(file)
+            return torch.load(
+                fixed if os.path.exists(fixed) else path, map_location="cpu", weights_only=True, mmap=True
+            )
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+        except Exception as error:  # the parsers of zip, deflate and pickle raise what they like on damaged bytes
+            raise InputError(
+                "expected a file of zofftk.save or torch.save with tensors and plain values alone; "
+                f"{path} is truncated, damaged or not one ({str(error).strip().partition(chr(10))[0]})"
+            ) from None
 
 
-def _check_bytes(path: Path) -> None:
+def _check_bytes(file: BinaryIO) -> None:
     """torch.load does not compare checksums."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         if (damaged := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
 

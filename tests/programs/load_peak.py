@@ -1,5 +1,9 @@
-"""Prints how many bytes each parameter took, at the peak of loading a checkpoint, beside what was there before."""
+"""Prints how many bytes a parameter saving and loading took at their peaks, beside what was there before.
 
+Each in a fork, which has the imports.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -14,8 +18,7 @@ def resident(key: str) -> int:
 
 
 def build(count: int, numel: int):
-    torch.manual_seed(0)
-    params = torch.nn.ParameterList(torch.randn(numel).bfloat16() for _ in range(count))
+    params = torch.nn.ParameterList(torch.full((numel,), 0.5, dtype=torch.bfloat16) for _ in range(count))
     return params, zofftk.OffloadAdamW(params.parameters(), lr=0.1)
 
 
@@ -41,5 +44,15 @@ def main(path: str, what: str, count: int, numel: int) -> None:
     print((resident("VmHWM") - before) / (count * numel))
 
 
+def in_a_fork(*arguments) -> None:
+    if (pid := os.fork()) == 0:
+        main(*arguments)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    torch.set_num_threads(1)
+    for what in ("save", "load"):
+        in_a_fork(sys.argv[1], what, int(sys.argv[2]), int(sys.argv[3]))
