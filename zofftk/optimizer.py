@@ -382,6 +382,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                 load_state(managed, state, files)
                 if state is not None:
                     self._publish_state(managed, state)
+                    if "master" not in state and managed.complaint(managed.tensor) is None:
+                        engine.refresh(managed.index)
             elif state is not None:
                 self.state[param] = on_host(state)  # kept for when it is trained
                 self._loaded_at[id(param)] = param._version

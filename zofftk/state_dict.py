@@ -52,7 +52,9 @@ def match_states(
         if saved := state_dict["state"].get(saved_id):
             _check_state(saved, param, names[id(param)])
             saved = dict(saved)
-            if saved.get("master") is not None and not _has_current_master(saved):
+            if saved.get("master") is None:
+                saved.pop("master", None)
+            elif not _has_current_master(saved):
                 stale.append(names[id(param)])
                 del saved["master"]
             saved.pop("master_step", None)
@@ -88,7 +90,9 @@ def on_host(saved: dict[str, Any]) -> dict[str, Any]:
 
 def groups_to_load(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As `torch.optim.AdamW` does it: entries that older states lack get their defaults, the decay is decoupled."""
-    return [{**TORCH_GROUP, **group, "decoupled_weight_decay": True} for group in groups]
+    missing = [{key: value for key, value in TORCH_GROUP.items() if key not in group} for group in groups]
+    fixed = {"decoupled_weight_decay": True}
+    return [{**group, **defaults, **fixed} for group, defaults in zip(groups, missing, strict=True)]
 
 
 def _check_state(saved: dict[str, Any], param: torch.Tensor, name: str) -> None:
