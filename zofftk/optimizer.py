@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zofftk.config import OffloadConfig
-from zofftk.cpu_kernels import Hyper
+from zofftk.cpu_kernels import Hyper, release_workers
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
@@ -329,6 +329,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             engine.device.close()
         finally:
             engine.way_up.drop()
+            release_workers()
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
