@@ -298,8 +298,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def report(self) -> StepReport:
         """Sizes, bytes moved and where the time of the steps went, so far."""
-        engine = self._require_engine()
-        return report_of(engine, self._steps)
+        return report_of(self._require_engine(), self._steps)
 
     @property
     def trace(self) -> Trace:
@@ -341,9 +340,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`torch.optim.AdamW`'s format, with the fp32 parameters beside the moments under `master`.
 
-        `master_step` is the step a master is of: where another optimizer has gone on with the state, it is behind
-        `step`, and loading takes the masters from the parameters. A dynamic loss scale is under `loss_scale`, beside
-        `state` and `param_groups`. The tensors are views of the host's memory: save or copy them before the next step.
+        `master_step` is a master's step: if another optimizer has gone on with the state, it is behind `step`, and
+        loading takes the masters from the parameters. A dynamic loss scale is under `loss_scale`, beside `state`.
+        The tensors are views of the host's memory: save or copy them before the next step.
         """
         if self._engine is not None:
             for managed in self._engine.managed:  # a master from before would undo what was written
