@@ -307,7 +307,9 @@ PYBIND11_MODULE(_cpu_adam, m) {
   m.def("isa", [] { return std::string(active_isa().name); }, "Name of the instruction set in use.");
   m.def("available_isas", &available_isas, "Names of those this processor can run, best first.");
   m.def("cpu_features", &cpu_features, "Processor features the instruction sets ask for and this processor has.");
-  m.def("worker_count", &worker_count, "Threads the pool has made in this process, the caller not counted.");
+  m.def("worker_count", &worker_count, "Threads of the pool, the caller not counted.");
+  m.def("release_workers", &release_workers, py::call_guard<py::gil_scoped_release>(),
+        "Ends the pool's threads once no call uses them; the next call makes new ones.");
   m.def("_mask_features", &set_feature_mask, "features"_a, "Tests: behave as a processor with only these features.");
   m.def("_set_chunk", &set_chunk_elements, "elements"_a, "Tests: elements per task, a multiple of 64; 0 for default.");
   m.def("_chunk_count", &chunk_count, "n"_a, "chunk"_a, "Tests: chunks that cover n elements.");

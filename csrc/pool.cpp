@@ -51,6 +51,15 @@ class Pool {
     done_.wait(lock, [this] { return busy_ == 0; });
   }
 
+  void release() {
+    const std::lock_guard<std::mutex> turn(turn_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    leaving_ = true;
+    wake_.notify_all();
+    done_.wait(lock, [this] { return workers_ == 0; });
+    leaving_ = false;
+  }
+
   int workers() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return workers_;
@@ -71,7 +80,11 @@ class Pool {
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return job_ != nullptr && seats_ > 0; });
+      wake_.wait(lock, [this] { return leaving_ || (job_ != nullptr && seats_ > 0); });
+      if (leaving_) {
+        if (--workers_ == 0) done_.notify_one();
+        return;
+      }
       --seats_;
       ++busy_;
       Job& job = *job_;
@@ -86,6 +99,7 @@ class Pool {
   std::mutex mutex_;  // guards all below
   std::condition_variable wake_, done_;
   Job* job_ = nullptr;
+  bool leaving_ = false;
   int workers_ = 0, seats_ = 0, busy_ = 0;
 };
 
@@ -124,6 +138,10 @@ int64_t chunk_elements() {
 void set_chunk_elements(int64_t n) {
   if (n < 0 || n % kChunkAlign != 0) throw std::invalid_argument("chunk must be a multiple of 64, or 0");
   g_chunk.store(n);
+}
+
+void release_workers() {
+  if (Pool* const current = g_pool.load()) current->release();
 }
 
 int worker_count() {

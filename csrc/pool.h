@@ -1,5 +1,5 @@
-// Threads for loops over chunks. Workers are made when first needed and live until the process ends; the calling
-// thread is always one of those that work. A forked child starts afresh with threads of its own.
+// Threads for loops over chunks. Workers are made when first needed and live until they are released or the process
+// ends; the calling thread is always one of those that work. A forked child starts afresh with threads of its own.
 #pragma once
 #include <cstdint>
 
@@ -20,6 +20,7 @@ void parallel_for(int64_t count, int threads, const Function& function) {
 
 int64_t chunk_elements();             // elements per task
 void set_chunk_elements(int64_t n);   // tests: a multiple of 64, or 0 for the default
-int worker_count();                   // threads this process has made so far
+int worker_count();                   // threads of the pool
+void release_workers();               // ends them, after the calls under way; the next call makes new ones
 
 }  // namespace zofftk

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from zofftk.offload_lion import OffloadLion as OffloadLion
     from zofftk.offload_sgd import OffloadSGD as OffloadSGD
     from zofftk.overlap import offload as offload
+    from zofftk.saving import load as load
+    from zofftk.saving import save as save
 
 __all__ = [
     "CPUAdamW",
@@ -26,7 +28,9 @@ __all__ = [
     "OffloadLion",
     "OffloadSGD",
     "cpu_adam",
+    "load",
     "offload",
+    "save",
 ]
 
 _HOMES = {
@@ -37,7 +41,9 @@ _HOMES = {
     "OffloadConfig": "zofftk.config",
     "OffloadLion": "zofftk.offload_lion",
     "OffloadSGD": "zofftk.offload_sgd",
+    "load": "zofftk.saving",
     "offload": "zofftk.overlap",
+    "save": "zofftk.saving",
 }
 
 try:

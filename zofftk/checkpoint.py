@@ -1,18 +1,15 @@
 """A run on disk: everything that its next step depends on, written whole or not at all, checked before it is used."""
 
-import errno
-import stat
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
 
-from zofftk.atomic_file import replacing
 from zofftk.errors import InputError
 from zofftk.gpt_config import GPTConfig
+from zofftk.saving import load, save
 
 FORMAT = "zofftk checkpoint 1"
 
@@ -50,46 +47,16 @@ def _describe(tensor: torch.Tensor | None) -> str:
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Raises OSError, which names `path`, where it cannot be written; what was there before is then still there."""
-    with replacing(path) as file:
-        writer: Any = _Writer(file)
-        try:
-            # Field by field: asdict would copy every tensor.
-            torch.save({"format": FORMAT} | vars(checkpoint), writer)
-        except RuntimeError:
-            if writer.error is None:
-                raise
-            raise writer.error from None
-
-
-class _Writer:
-    """Remembers why a write failed: torch.save turns a full disk into a RuntimeError that does not say so."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
+    save(path, {"format": FORMAT} | vars(checkpoint))  # field by field: asdict would copy every tensor
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, on the CPU; loading runs no code from the file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-            raise OSError(errno.EINVAL, "it is not a file")
-        _check_bytes(path)
-        # Mapped, so that what has been copied into the model does not also stay in memory.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = load(path)
     except OSError as error:
         raise InputError(f"--resume: expected a checkpoint; {path}: {error.strerror or error}") from None
-    except Exception:  # the parsers of zip, deflate and pickle raise what they like on damaged bytes
+    except InputError:
         raise InputError(f"--resume: expected a whole checkpoint; {path} is truncated, damaged or not one") from None
     found = content.pop("format", None) if isinstance(content, dict) else None
     if found != FORMAT:
@@ -98,10 +65,3 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if content.keys() != names:
         raise InputError(f"--resume: expected the entries {', '.join(names)}; {path} holds {', '.join(content)}")
     return Checkpoint(**content)
-
-
-def _check_bytes(path: Path) -> None:
-    """torch.load does not compare checksums, so a flipped bit in a weight would go unseen."""
-    with zipfile.ZipFile(path) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(damaged)

@@ -11,6 +11,10 @@ from zofftk.layout import BLOCK_NUMEL
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+# Ends the threads of the kernels' pool once no call uses them; the next call makes new ones.
+release_workers = _cpu_adam.release_workers
+
+
 def adam(
     master: torch.Tensor,
     exp_avg: torch.Tensor,

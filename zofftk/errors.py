@@ -1,5 +1,9 @@
-"""The one error that means: what the user gave cannot be used."""
+"""Errors that are told apart by whoever catches them."""
 
 
 class InputError(ValueError):
     """Says what was expected and what came, in one line; raised before any state changes."""
+
+
+class StoppedError(RuntimeError):
+    """A stream has failed before; the fault itself was raised then, once."""

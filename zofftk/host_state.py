@@ -122,9 +122,13 @@ class HostSegment:
                     host.moments[state] = device.slice(arena, f"{state} of {host.label}", bucket.start, bucket.numel)
 
     def view(self, state: str, param: int, shape: torch.Size) -> torch.Tensor:
-        """One state of one parameter, row-major, in the parameter's shape."""
+        """One state of one parameter, row-major, in the parameter's shape.
+
+        Its storage is as large as the view, not the arena: torch saves whole storages.
+        """
         start = self.layout.param_start[param]
-        return self.arenas[state][start : start + shape.numel()].view(shape)
+        part = self.arenas[state][start : start + shape.numel()].view(shape)
+        return torch.from_numpy(part.numpy()) if type(part) is torch.Tensor else part
 
 
 def allocate_segment(device: Device, layout: Layout, first_label: int, states: Iterable[str]) -> HostSegment:

@@ -35,6 +35,7 @@ class Managed:
     filled: set[str] = field(default_factory=set)  # moments that hold something
     square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled
     wire: torch.dtype = torch.float32  # its gradients' on the link
+    is_loaded: bool = False  # the master is a loaded one, which the weight in the model is still to be held against
     version: int = field(init=False)  # of the tensor, after our last write or look
     place: tuple[int, torch.dtype] = field(init=False)  # its memory and dtype then
     shape: torch.Size = field(init=False)
@@ -46,6 +47,7 @@ class Managed:
 
     def note(self) -> None:
         """The tensor is as the host's states say."""
+        self.is_loaded = False
         self.version = self.tensor._version
         self.place = self._place()
 

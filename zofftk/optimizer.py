@@ -12,17 +12,19 @@ import torch
 
 from zofftk import states
 from zofftk.config import OffloadConfig
+from zofftk.cpu_kernels import release_workers
 from zofftk.deferred_interrupts import interrupts_deferred
-from zofftk.device.laned import EngineStopped
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
+from zofftk.errors import StoppedError
 from zofftk.loss_scale import ScaleKeeper
+from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
 from zofftk.replaced import Replacements
 from zofftk.report import StepReport, report_of
 from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
-from zofftk.state_dict import match_states
+from zofftk.state_dict import entries_of_others, groups_to_load, match_states, on_host
 from zofftk.trace import Trace
 from zofftk.validation import check_gradient, check_memory, check_param, parameter_name
 
@@ -50,7 +52,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine: Engine | None = None  # torch's constructor calls add_param_group before there can be one
         merged = OffloadConfig.merged(config, options)
         self.rule.check_group(defaults)
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | self.rule.torch_group)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
         self._replacements = Replacements(self._managed)
         self._steps = 0
@@ -146,7 +148,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             self.rule.check_group(group)
-        states.take_over_edits(engine, self.rule, self.state)
+        states.take_over_edits(engine, self.rule, self.state, at_step=True)
         norm = engine.step(self._hypers(engine), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
@@ -307,7 +309,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if engine is None:
             return
         try:
-            with suppress(EngineStopped):  # the fault has been raised before; what was under way is lost
+            with suppress(StoppedError):  # the fault has been raised before; what was under way is lost
                 engine.way_up.land_all()
         finally:
             self._release(engine)
@@ -318,6 +320,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             engine.device.close()
         finally:
             engine.way_up.drop()
+            release_workers()
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -329,12 +332,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The format of torch's optimizer, with the fp32 parameters beside the moments under `master`.
 
-        A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`.
+        A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`. The tensors are views of the
+        host's memory: save or copy them before the next step.
         """
         if self._engine is not None:
             if all(managed.complaint(managed.tensor) is None for managed in self._engine.managed):
                 # A master from before would undo what was written.
-                states.take_over_edits(self._engine, self.rule, self.state)
+                states.take_over_edits(self._engine, self.rule, self.state, at_step=False)
                 states.publish_all(self._engine, self.rule, self.state)
             self._engine.finish()
         saved = super().state_dict()
@@ -344,19 +348,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits."""
+        """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits.
+
+        Args:
+            state_dict: of this class or of torch's optimizer of its kind. Masters count where they round to the weights
+                in the model, which may be loaded before or after. Entries of others in groups and states are kept.
+
+        Raises:
+            ValueError: other groups or shapes; an entry that is missing or no state; an option that is not offered.
+            TypeError: a hyper-parameter that is no number.
+            RuntimeError: the optimizer is closed.
+
+        Source: `torch.optim.Optimizer.load_state_dict`, but for the cast to the parameter's dtype.
+        """
         engine = self._require_engine()
         saved = match_states(state_dict, self.param_groups, self._names(), self.rule)
         engine.way_up.land_all()
         engine.finish()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        super().load_state_dict({"state": {}, "param_groups": groups_to_load(self.rule, state_dict["param_groups"])})
         self._manage([param for param in self._all_params() if param.requires_grad])
+        files = FileMappings()
         for param in self._all_params():
-            managed = self._managed.get(id(param))
+            managed, state = self._managed.get(id(param)), saved.get(id(param))
             if managed is not None:
-                states.load(engine, self.rule, managed, saved.get(id(param)))
-            elif id(param) in saved:
-                self.state[param] = dict(saved[id(param)])  # kept for when it is trained
+                states.load(engine, self.rule, managed, state, files)
+                if state is not None:
+                    self.state[param] = entries_of_others(self.rule, state)
+                    states.publish(engine, self.rule, self.state, managed)
+            elif state is not None:
+                self.state[param] = on_host(state)  # kept for when it is trained
+        files.release()
         self._scale.load(state_dict.get("loss_scale"))
         engine.change_loss_scale(self._scale.value)
         states.publish_all(engine, self.rule, self.state)

@@ -44,6 +44,24 @@ def match_states(
     return states
 
 
+def entries_of_others(rule: Rule, saved: dict[str, Any]) -> dict[str, Any]:
+    """What in a parameter's state is not this package's: it is kept, and saved again."""
+    own = {"step", MASTER, *rule.states}
+    return {key: value for key, value in saved.items() if key not in own}
+
+
+def on_host(saved: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state with its tensors on the CPU; those that are there already are not copied."""
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
+
+
+def groups_to_load(rule: Rule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As torch does it: entries that older states lack get their defaults; the kind of decay is the optimizer's own."""
+    extras = rule.torch_group
+    fixed = {key: extras[key] for key in ("decoupled_weight_decay",) if key in extras}
+    return [{**extras, **group, **fixed} for group in groups]
+
+
 def check_state(saved: dict[str, Any], param: torch.Tensor, name: str, rule: Rule) -> None:
     """ValueError where `saved` cannot be the state of `param`."""
     for key in rule.saved_names:

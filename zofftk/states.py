@@ -10,6 +10,7 @@ import torch
 from zofftk.engine import Engine
 from zofftk.host_views import HostViews, edited_states, finisher
 from zofftk.managed import Managed
+from zofftk.mapped import FileMappings
 from zofftk.rules.base import Rule
 from zofftk.state_dict import MASTER, saved_step
 
@@ -22,12 +23,19 @@ def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed) -> None:
     if not isinstance(state, HostViews) or not state:
         own = {"step", MASTER, *rule.states}
         others = {} if state is None else {key: value for key, value in state.items() if key not in own}
-        step = torch.zeros((), dtype=torch.float32)
-        state = shown[managed.tensor] = HostViews(managed.index, finisher(engine), step=step, **others)
+        state = HostViews(managed.index, finisher(engine), step=torch.zeros((), dtype=torch.float32))
+        _show(rule, state, managed)
+        for key, value in others.items():
+            state[key] = value
+        shown[managed.tensor] = state
+    _show(rule, state, managed)
+    state.count(managed.step)
+
+
+def _show(rule: Rule, state: HostViews, managed: Managed) -> None:
     for name in (*rule.states, MASTER):
         if (name == MASTER or name in managed.filled) and not state.shows(name):
             state.show(name, managed.segment.view(name, managed.index, managed.tensor.shape))
-    state.count(managed.step)
 
 
 def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:
@@ -37,7 +45,9 @@ def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:
             publish(engine, rule, shown, managed)
 
 
-def load(engine: Engine, rule: Rule, managed: Managed, saved: dict[str, Any] | None) -> None:
+def load(
+    engine: Engine, rule: Rule, managed: Managed, saved: dict[str, Any] | None, files: FileMappings | None = None
+) -> None:
     """Copy a checked state into the host's arenas; None: as if it had never been updated.
 
     The master counts where it rounds to the weight that is in the model by the next step; elsewhere that weight does.
@@ -48,26 +58,27 @@ def load(engine: Engine, rule: Rule, managed: Managed, saved: dict[str, Any] | N
     for name in managed.segment.arenas:
         view = managed.segment.view(name, managed.index, managed.tensor.shape)
         if name in given:
-            view.copy_(given[name])
+            (files or FileMappings()).copy(view, given[name])
         elif name != MASTER:
             view.zero_()
     managed.step = 0 if saved is None else int(saved_step(saved))
-    if saved is not None:
-        managed.version = -1
+    managed.is_loaded = saved is not None
 
 
-def take_over_edits(engine: Engine, rule: Rule, shown: Shown) -> None:
+def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) -> None:
     """What was written into parameters becomes their master, and what into `state` their state.
 
-    Raises before anything where that is impossible.
+    Raises before anything where that is impossible. A loaded master is held against the weight at a step alone: the
+    weights may be loaded after it.
     """
     edited_here = edited_states(engine.managed, shown, rule)
-    edited = [managed for managed in engine.managed if managed.is_edited]
+    edited = [m for m in engine.managed if (at_step if m.is_loaded else m.is_edited)]
     for managed in edited:
         managed.check(managed.tensor)
     for managed, state in edited_here:
         load(engine, rule, managed, state)
-    for managed in dict.fromkeys([*edited, *(managed for managed, _ in edited_here)]):
+    loaded = [managed for managed, state in edited_here if state is not None and at_step]
+    for managed in dict.fromkeys([*edited, *loaded]):
         refresh(engine, managed)
 
 

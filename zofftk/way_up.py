@@ -113,6 +113,10 @@ class WayUp:
                 "does not see; what it wrote is lost: call synchronize() on the optimizer before"
             )
 
+    def unseen(self, error: Exception) -> None:
+        """Whoever waits next is told."""
+        self._device.unseen(error)
+
     def drop(self) -> None:
         """Nothing will arrive any more: parameters keep the values they have."""
         self.in_flight.clear()
@@ -133,7 +137,10 @@ _alive: weakref.WeakSet[WayUp] = weakref.WeakSet()
 def _land_before_fork() -> None:
     """The child has the parent's memory, but not the threads that would bring the values."""
     for way_up in list(_alive):
-        way_up.land_all()
+        try:
+            way_up.land_all()
+        except Exception as error:  # a fork has nobody who could be told
+            way_up.unseen(error)
 
 
 os.register_at_fork(before=_land_before_fork)

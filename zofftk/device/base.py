@@ -118,11 +118,13 @@ class Device(ABC):
         self, label: str, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
     ) -> None:
         """On compute: write the range of each tensor into `dst`, with cast, and the square sums of its blocks."""
+        self.check_going()
         self.clock.operation(COMPUTE, label, writes=(dst.clock, square_sums.clock))
         self._pack(label, placement, tensors, dst, square_sums)
 
     def copy_down(self, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run]) -> None:
         """On down: copy `runs` of a device buffer to the same places of a host buffer of the same dtype."""
+        self.check_going()
         nbytes = self._check_copy(dst, "host", src, "device", runs)
         self.clock.operation(DOWN, label, reads=(src.clock,), writes=(dst.clock,))
         self.bytes_down += nbytes
@@ -130,6 +132,7 @@ class Device(ABC):
 
     def copy_up(self, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run]) -> None:
         """On up: copy `runs` of a host buffer to the same places of a device buffer of the same dtype."""
+        self.check_going()
         nbytes = self._check_copy(dst, "device", src, "host", runs)
         self.clock.operation(UP, label, reads=(src.clock,), writes=(dst.clock,))
         self.bytes_up += nbytes
@@ -137,6 +140,7 @@ class Device(ABC):
 
     def copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
         """On compute: the inverse of pack; autograd sees that the tensors were written."""
+        self.check_going()
         self.clock.operation(COMPUTE, label, reads=(src.clock,))
         self._copy_back(label, src, placement, tensors)
 
@@ -144,6 +148,7 @@ class Device(ABC):
         self, label: str, task: Callable[[], None], *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
         """On host: run `task`, which touches nothing but the buffers named."""
+        self.check_going()
         self.clock.operation(HOST, label, [b.clock for b in reads], [b.clock for b in writes])
         self._host_task(label, task)
 
@@ -169,6 +174,12 @@ class Device(ABC):
     def runs_here(self) -> bool:
         """The calling thread is one of the machine's own."""
         return False
+
+    def check_going(self) -> None:  # noqa: B027  (a machine without threads raises at once)
+        """Raise what a stream has raised: after it, the clock knows of operations that never were."""
+
+    def unseen(self, error: Exception) -> None:  # noqa: B027  (of use only where a fault is raised once)
+        """A stream's fault was raised where nobody could see it: raise it again for the next who waits."""
 
     @abstractmethod
     def close(self) -> None:

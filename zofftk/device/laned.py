@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zofftk.device.base import DOWN, HOST, UP, Device, StreamName
+from zofftk.errors import StoppedError
 
 Operation = Callable[[], None]
 
@@ -32,10 +33,13 @@ class LanedDevice(Device):
         for stream in (DOWN, UP, HOST):
             self._lanes[stream] = Lane(stream, self._fault, before(stream))
 
-    def _enqueue(self, stream: StreamName, operation: Operation, *, always: bool = False) -> None:
-        """`always`: also after a fault, so that whoever waits for it wakes up."""
+    def check_going(self) -> None:
         self._check_usable()
         self._fault.raise_if_set()
+
+    def _enqueue(self, stream: StreamName, operation: Operation, *, always: bool = False) -> None:
+        """`always`: also after a fault, so that whoever waits for it wakes up."""
+        self.check_going()
         self._lanes[stream].put(operation, always)
 
     def _check_usable(self) -> None:
@@ -47,6 +51,10 @@ class LanedDevice(Device):
     def runs_here(self) -> bool:
         return any(lane.thread is threading.current_thread() for lane in self._lanes.values())
 
+    def unseen(self, error: Exception) -> None:
+        if not isinstance(error, StoppedError):
+            self._fault.put_back(error)
+
     def close(self) -> None:
         lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
@@ -54,10 +62,6 @@ class LanedDevice(Device):
         if os.getpid() == self._pid:
             for lane in lanes:
                 lane.thread.join()
-
-
-class EngineStopped(RuntimeError):
-    """A stream has failed before, which somebody was told then."""
 
 
 class Fault:
@@ -80,7 +84,12 @@ class Fault:
         if self.is_set:
             with self._lock:
                 error, self._error = self._error, None
-            raise error or EngineStopped(f"the offload engine has stopped at an earlier fault: {self._summary}")
+            raise error or StoppedError(f"the offload engine has stopped at an earlier fault: {self._summary}")
+
+    def put_back(self, error: BaseException) -> None:
+        """It was raised where nobody could see it."""
+        with self._lock:
+            self._error = error
 
 
 class Lane:

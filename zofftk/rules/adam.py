@@ -52,6 +52,11 @@ class AdamRule(Rule):
     hyper_names: ClassVar = ("lr", "betas", "eps", "weight_decay")
     saved_names: ClassVar = ("step", "exp_avg", "exp_avg_sq")
 
+    @property
+    def torch_group(self) -> dict[str, Any]:
+        switches: dict[str, Any] = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False}
+        return switches | {"differentiable": False, "fused": None, "decoupled_weight_decay": self.decoupled}
+
     def check(self, group: dict[str, Any]) -> None:
         check_at_least_0(group, "lr", "eps", "weight_decay")
         check_betas(group)

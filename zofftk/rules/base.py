@@ -49,6 +49,11 @@ class Rule(ABC):
     hyper_names: ClassVar[tuple[str, ...]]  # what each group must have
     saved_names: ClassVar[tuple[str, ...]]  # what the saved state of a parameter must have
 
+    @property
+    def torch_group(self) -> dict[str, Any]:
+        """What torch's optimizer of this kind has in its groups beside the numbers; none of it has an effect here."""
+        return {}
+
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise TypeError or ValueError that names the first entry of a group that cannot be followed."""
         check_options(group)

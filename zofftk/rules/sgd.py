@@ -51,6 +51,10 @@ class SGDRule(Rule):
     hyper_names: ClassVar = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
     saved_names: ClassVar = ()  # torch saves no state where there is no momentum, and never a step
 
+    @property
+    def torch_group(self) -> dict[str, Any]:
+        return {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+
     def check(self, group: dict[str, Any]) -> None:
         check_at_least_0(group, "lr", "momentum", "weight_decay")
         check_number(group, "dampening")

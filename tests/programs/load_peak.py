@@ -1,0 +1,58 @@
+"""Prints how many bytes a parameter saving and loading took at their peaks, beside what was there before.
+
+Each in a fork, which has the imports.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import zofftk
+
+
+def resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+
+
+def build(count: int, numel: int):
+    params = torch.nn.ParameterList(torch.full((numel,), 0.5, dtype=torch.bfloat16) for _ in range(count))
+    return params, zofftk.OffloadAdamW(params.parameters(), lr=0.1)
+
+
+def main(path: str, what: str, count: int, numel: int) -> None:
+    params, opt = build(count, numel)
+    if what == "save":
+        for param in params:
+            param.grad = torch.full_like(param, 0.25)
+        opt.step()
+        opt.zero_grad()
+    else:
+        zofftk.save(path + ".warm", {"state": opt.state_dict()})  # what is imported for it
+        zofftk.load(path + ".warm")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = resident("VmRSS")
+    if what == "save":
+        zofftk.save(path, {"model": params.state_dict(), "optimizer": opt.state_dict()})
+    else:
+        content = zofftk.load(path)
+        opt.load_state_dict(content["optimizer"])
+        params.load_state_dict(content["model"])
+        assert {state["exp_avg"].device.type for state in opt.state.values()} == {"cpu"}
+    print((resident("VmHWM") - before) / (count * numel))
+
+
+def in_a_fork(*arguments) -> None:
+    if (pid := os.fork()) == 0:
+        main(*arguments)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for what in ("save", "load"):
+        in_a_fork(sys.argv[1], what, int(sys.argv[2]), int(sys.argv[3]))
