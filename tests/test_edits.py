@@ -163,7 +163,7 @@ def test_another_shape_is_refused():
 
 
 @pytest.mark.parametrize("stepped", [0, 2])
-def test_b07_assigned_weights_are_taken_over(stepped, caplog):
+def test_b07_assigned_weights_are_adopted(stepped):
     """`load_state_dict(assign=True)` puts other Parameter objects into the modules."""
 
     def train(assign):
@@ -172,6 +172,7 @@ def test_b07_assigned_weights_are_taken_over(stepped, caplog):
             step(model, opt)
         loaded = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
         model.load_state_dict(loaded, assign=assign)
+        opt.adopt_replaced()
         for _ in range(3):
             step(model, opt)
         groups = [id(p) for group in opt.param_groups for p in group["params"]]
@@ -183,7 +184,37 @@ def test_b07_assigned_weights_are_taken_over(stepped, caplog):
 
     for p, q in zip(train(True).parameters(), train(False).parameters(), strict=True):
         assert_same_bits(p.detach(), q.detach())
-    assert "'0.weight' is another object now, which the optimizer goes on with" in caplog.text
+
+
+def test_an_assigned_weight_that_is_trained_is_refused():
+    model, opt = build()
+    step(model, opt)
+    before = masters(opt, model)
+    model[1].load_state_dict(model[1].state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match=r"'1.weight' is another object in its module now.*adopt_replaced\(\)"):
+        step(model, opt)
+    assert_same_bits(opt.state[model[0].weight]["master"], before[0])
+    opt.adopt_replaced()
+    step(model, opt)
+    assert opt.state[model[1].weight]["step"] == 2
+    opt.close()
+
+
+def test_an_adopted_weight_takes_part_in_everything_before_the_step():
+    """Unscaling, clipping and zero_grad see it from its first backward on."""
+    model, opt = build(torch.bfloat16)
+    model[1].load_state_dict(model[1].state_dict(), assign=True)
+    opt.adopt_replaced()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    opt.zero_grad()
+    scaler.scale(model(x).float().sum()).backward()
+    scaler.unscale_(opt)
+    assert opt.grad(model[1].bias).tolist() == [2.0, 2.0]
+    scaler.step(opt)
+    assert opt.state[model[1].bias]["exp_avg"].tolist() == pytest.approx([0.2, 0.2])
+    opt.close()
 
 
 def test_a_new_parameter_in_the_place_of_an_old_one():
@@ -191,6 +222,7 @@ def test_a_new_parameter_in_the_place_of_an_old_one():
     step(model, opt)
     old = model[1].weight
     new = model[1].weight = nn.Parameter(torch.ones(2, 8))
+    opt.adopt_replaced()
     step(model, opt)
     step(model, opt)
     assert old.grad is None
@@ -221,6 +253,7 @@ def test_untied_weights_stay_where_they_are_used():
     model["second"].weight = model["first"].weight
     opt = zofftk.OffloadAdamW(model.named_parameters(), lr=0.1)
     model["second"].weight = nn.Parameter(torch.ones(4, 4))
+    opt.step()
     model["second"](model["first"](torch.ones(1, 4))).sum().backward()
     opt.step()
     assert opt.state[model["first"].weight]["step"] == 1
@@ -252,7 +285,7 @@ def test_an_object_of_another_shape_is_refused():
     model[0].weight = nn.Parameter(torch.ones(4, 8))
     model[0].bias.grad = torch.ones(8)
     with pytest.raises(RuntimeError, match=r"'0.weight' has shape \(4, 8\), it had \(8, 8\)"):
-        opt.step()
+        opt.adopt_replaced()
     assert_same_bits(opt.state[model[0].bias]["master"], before[1])
     opt.close()
 

@@ -491,10 +491,12 @@ def test_b88_ctrl_c_inside_a_step_leaves_step_k_or_k_plus_1():
             opt.step()
     """)
     for delay_s in (0.05, 0.11, 0.17):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        # A second OpenMP thread would spin, for seconds where the cores are shared.
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
         assert child.stdout.readline().strip() == "ready"
         threading.Event().wait(0.3 + delay_s)
         os.kill(child.pid, signal.SIGINT)
-        output, _ = child.communicate(timeout=30)
+        output, _ = child.communicate(timeout=60)
         assert child.returncode == 0
         assert output.strip() == "1 1 True"

@@ -288,8 +288,7 @@ def test_after_a_fault_every_read_is_an_error_until_close():
     for read in (lambda: model(torch.ones(2, 8)), lambda: model[0].weight + 1, model.state_dict):
         with pytest.raises(RuntimeError, match="stopped at an earlier fault: OSError: bad memory"):
             read()
-    with pytest.raises(RuntimeError, match="stopped at an earlier fault"):
-        opt.close()
+    opt.close()
     assert not any(map(is_pending, model.parameters()))
     model(torch.ones(2, 8))
 

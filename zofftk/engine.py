@@ -34,7 +34,7 @@ from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
-from zofftk.rules.base import Hyper
+from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
 from zofftk.way_up import WayUp
@@ -43,10 +43,10 @@ from zofftk.way_up import WayUp
 class Engine:
     """See the module. Parameters are known by their index, in the order they were added."""
 
-    def __init__(self, config: OffloadConfig, device: Device, rule_name: str) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, rule: Rule) -> None:
         self.device = device
         self.config = config
-        self.rule_name = rule_name  # what updates are called on the host stream
+        self.rule = rule  # whose name updates have on the host stream
         self.threads = config.threads or usable_threads()
         self.managed: list[Managed] = []
         self.segments: list[HostSegment] = []
@@ -251,6 +251,15 @@ class Engine:
                 if index not in bucket.zero:
                     bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
 
+    def change_loss_scale(self, value: float) -> None:
+        """What has been gathered keeps its true value."""
+        self.deliver()
+        ratio, self.loss_scale = value / self.loss_scale, value
+        for managed in self.managed if ratio != 1.0 else ():
+            if managed.gathered is Gathered.LIVE:
+                self.scale_gradient(managed.index, ratio)
+                managed.square_sum /= ratio**2
+
     def zero_gradient(self, index: int) -> None:
         """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""
         self.forget(index)
@@ -350,7 +359,7 @@ class Engine:
         task = update.apply(bucket, present, hypers, steps, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, *bucket.moments.values(), bucket.wire]
-        self.device.host_task(f"{self.rule_name}: {bucket.label}", task, reads=reads, writes=writes)
+        self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes)
         bucket.forget(present)
         return Update(bucket, present, self.device.record(HOST))
 
@@ -364,7 +373,7 @@ class Engine:
         """A copy of the gathered gradient of one parameter, fp32 on the host, in its shape; waits for it."""
         self._take_norms()
         managed = self.managed[index]
-        flat = torch.zeros(managed.tensor.numel())
+        flat = torch.zeros(managed.tensor.numel(), dtype=torch.float32)
         for bucket in managed.buckets:
             self.device.touch(f"read the gradient of {managed.name}", reads=[bucket.gradient_source(index)])
             bucket.read_gradient(index, flat)
@@ -383,16 +392,3 @@ class Engine:
         if managed.gathered is not Gathered.LIVE:
             return None
         return self.gradient(index).to(managed.tensor.device, managed.tensor.dtype)
-
-    def refresh(self, index: int) -> None:
-        """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
-        managed = self.managed[index]
-        self.way_up.land_all()
-        self.finish()
-        master = managed.segment.view("master", index, managed.tensor.shape)
-        value = managed.tensor.detach().to(master.device)
-        masters = [bucket.master for bucket in managed.buckets]
-        self.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
-        changed = master.to(self.config.wire_dtype or value.dtype).to(value.dtype) != value
-        master[changed] = value[changed].float()
-        managed.note()

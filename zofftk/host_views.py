@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable, ItemsView, Mapping, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from zofftk.managed import Managed
+from zofftk.rules.base import Rule
+from zofftk.state_dict import check_state
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
@@ -19,13 +23,16 @@ class HostViews(dict[str, Any]):
     Lightning does, and many scripts). A view replaced by a copy would show and save old values from then on, and
     4 bytes a parameter and state would fill the device. So an assignment takes over the values only.
 
-    `ready` is called before anything is read: it waits for an update that is under way.
+    `index` is the parameter's. `ready` is called before anything is read: it waits for an update that is under way.
+    `others` are entries of the user's own.
     """
 
-    def __init__(self, ready: Callable[[], None]) -> None:
-        super().__init__(step=torch.zeros(()))
+    def __init__(self, index: int, ready: Callable[[], None], others: dict[Any, Any]) -> None:
+        super().__init__(others | {"step": torch.zeros((), dtype=torch.float32)})
+        self.index = index
         self._ready = ready
         self._shown: set[str] = set()
+        self._counted: tuple[int, int] | None = None
 
     def shows(self, key: str) -> bool:
         return key in self._shown and key in self
@@ -53,7 +60,18 @@ class HostViews(dict[str, Any]):
 
     def count(self, step: int) -> None:
         """The parameter has had so many updates; nothing is waited for."""
-        super().__getitem__("step").fill_(step)
+        number = super().__getitem__("step")
+        if not isinstance(number, torch.Tensor):
+            number = torch.zeros((), dtype=torch.float32)
+            super().__setitem__("step", number)
+        number.fill_(step)
+        self._counted = id(number), number._version
+
+    @property
+    def is_recounted(self) -> bool:
+        """Somebody has changed `step` since, or taken it away."""
+        number = super().get("step")
+        return self._counted != (id(number), getattr(number, "_version", -1))
 
     def __setitem__(self, key: str, value: Any) -> None:
         view = self.get(key)
@@ -69,6 +87,25 @@ class HostViews(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+
+def edited_states(
+    params: Sequence[Managed], states: Mapping[torch.Tensor, Any], rule: Rule
+) -> list[tuple[Managed, dict[str, Any] | None]]:
+    """Parameters whose entry in `states` the user has changed, with what is there now: None, to start anew, or a dict.
+
+    Raises ValueError where it cannot be a state of the parameter.
+    """
+    edited: list[tuple[Managed, dict[str, Any] | None]] = []
+    for managed in params:
+        state = states.get(managed.tensor)
+        if not state:
+            if managed.step:
+                edited.append((managed, None))
+        elif not isinstance(state, HostViews) or state.index != managed.index or state.is_recounted:
+            check_state(state, managed.tensor, managed.name, rule)
+            edited.append((managed, dict(state)))
+    return edited
 
 
 def finisher(engine: Engine) -> Callable[[], None]:

@@ -55,6 +55,15 @@ class LossScale:
             raise ValueError(f"growth_interval must be 1 or more, got {self.growth_interval!r}")
 
 
+def check_scale_state(state: Any) -> None:
+    """ValueError where `state`, saved under `loss_scale`, is none."""
+    if state is None:
+        return
+    value, good_steps = (state.get("value"), state.get("good_steps")) if isinstance(state, dict) else (None, None)
+    if not isinstance(value, numbers.Real) or not float(value) > 0 or not isinstance(good_steps, int):
+        raise ValueError(f"the saved loss_scale is {state!r}, expected its value and good_steps")
+
+
 class ScaleKeeper:
     """The scale now, and what has been skipped so far. A number is a scale that stays as it is; None is 1."""
 

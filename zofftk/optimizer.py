@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from zofftk import states
 from zofftk.config import OffloadConfig
 from zofftk.deferred_interrupts import interrupts_deferred
+from zofftk.device.laned import EngineStopped
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
-from zofftk.host_views import HostViews, finisher
 from zofftk.loss_scale import ScaleKeeper
+from zofftk.ownership import close_others
 from zofftk.replaced import Replacements
 from zofftk.report import StepReport, report_of
 from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
-from zofftk.state_dict import MASTER, match_states, saved_step
+from zofftk.state_dict import match_states
 from zofftk.trace import Trace
 from zofftk.validation import check_gradient, check_memory, check_param, parameter_name
-
-logger = logging.getLogger("zofftk")
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -53,14 +53,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._managed: dict[int, Managed] = {}  # by id of the parameter
         self._replacements = Replacements(self._managed)
-        self._loaded_at: dict[int, int] = {}  # versions of frozen parameters when their states were loaded, by id
         self._steps = 0
         self._scale = ScaleKeeper(merged.loss_scale)
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
         device = merged.device or device_for(self._all_params(), merged)
-        self._engine = Engine(merged, device, self.rule.name)
+        self._engine = Engine(merged, device, self.rule)
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
@@ -82,6 +81,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             self._manage([param for param in group["params"] if param.requires_grad])
 
+    def takes(self, param: torch.Tensor) -> bool:
+        """Whether this optimizer takes the gradients of `param` now."""
+        managed = self._managed.get(id(param))
+        return self._engine is not None and managed is not None and managed.tensor is param
+
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -89,13 +93,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Give `params` their place on the host, and the trainable ones their hook."""
         engine, names = self._require_engine(), self._names()
         new = [param for param in params if id(param) not in self._managed]
+        for param in new:
+            check_param(param, names[id(param)])
+        close_others(self, new)
         for managed in engine.add(new, [names[id(param)] for param in new], self._states_of(new)):
             self._managed[id(managed.tensor)] = managed
             self._stand_ins.add(managed)
             if saved := self.state.pop(managed.tensor, None):  # loaded while the parameter was frozen
-                self._load_state(managed, saved)
-                managed.version = self._loaded_at.pop(id(managed.tensor), managed.version)  # written to since?
-                self._publish_state(managed)
+                states.load(engine, managed, saved)
+                states.publish(engine, self.state, managed)
         for param in params:
             self._stand_ins.attach(self._managed[id(param)])
 
@@ -132,16 +138,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _step(self, engine: Engine) -> None:
         engine.deliver()
         engine.way_up.land_all()
-        self._adopt_replacements(engine)
+        self._replacements.check(engine)
         self._manage([param for param in self._all_params() if param.grad is not None])
         for managed in self._managed.values():
             self._stand_ins.collect(managed)
         if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
             return
-        for managed in engine.managed:
-            if managed.step and not self.state.get(managed.tensor):
-                self._load_state(managed, None)  # the user has deleted it: it starts anew
-        self._take_over_edits(engine)
+        for group in self.param_groups:
+            self.rule.check(group)
+        states.take_over_edits(engine, self.state)
         norm = engine.step(self._hypers(engine), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
@@ -150,17 +155,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._scale.after_skip(norm, engine.not_finite(), stacklevel=6)  # the line that called step()
         else:
             self._scale.after_step()
-            self._publish_states(engine)
-        engine.loss_scale = self._scale.value
+            states.publish_all(engine, self.state)
+        engine.change_loss_scale(self._scale.value)
 
-    def _adopt_replacements(self, engine: Engine) -> None:
-        """A parameter that has taken the place of one of ours in its module is ours from now on."""
+    def adopt_replaced(self) -> None:
+        """Go on with the parameters that stand in the modules now, in the place of those they replaced there.
+
+        To be called right after `load_state_dict(assign=True)`, `module.weight = nn.Parameter(...)` and the like, which
+        put other objects into the modules; the states go over to them. A parameter whose gradient has been gathered,
+        or that another optimizer of this package holds, stays as it is.
+        """
         for known, new in list(self._replacements.pending().items()):
             managed = self._managed[known]
             if managed.gathered is Gathered.LIVE or not new.requires_grad:
                 continue  # the old one is still in use, or there is nothing to train
             managed.check(new)
-            logger.warning("%s is another object now, which the optimizer goes on with", managed.name)
             self._replacements.done(known)
             self._adopt(managed, new)
 
@@ -172,15 +181,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.state[new] = self.state.pop(old)
         self._managed[id(new)] = self._managed.pop(id(old))
         self._stand_ins.move(managed, new)
-        self._require_engine().refresh(managed.index)
-
-    def _take_over_edits(self, engine: Engine) -> None:
-        """What was written into parameters becomes their master; raises before anything where that is impossible."""
-        edited = [managed for managed in engine.managed if managed.is_edited]
-        for managed in edited:
-            managed.check(managed.tensor)
-        for managed in edited:
-            engine.refresh(managed.index)
+        states.refresh(self._require_engine(), managed)
 
     def _hypers(self, engine: Engine) -> dict[int, Hyper]:
         """Of every parameter, with room for the moments they ask for."""
@@ -193,30 +194,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     hypers[managed.index] = hyper if managed.filled.issuperset(hyper.states) else hyper.first()
         return hypers
 
-    def _publish_states(self, engine: Engine) -> None:
-        """Show the host's states of updated parameters in `state`, as views."""
-        for managed in engine.managed:
-            if managed.step:
-                self._publish_state(managed)
-
-    def _publish_state(self, managed: Managed) -> None:
-        state = self.state.get(managed.tensor)
-        if not state:
-            state = self.state[managed.tensor] = HostViews(finisher(self._require_engine()))
-        for name in (*self.rule.states, MASTER):
-            if (name == MASTER or name in managed.filled) and not state.shows(name):
-                state.show(name, managed.segment.view(name, managed.index, managed.tensor.shape))
-        state.count(managed.step)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also what has been gathered of them; with False they become true zeros."""
+        engine = self._require_engine()
+        self._manage([param for param in self._all_params() if param.requires_grad])  # unfrozen since?
         if set_to_none:
-            engine = self._require_engine()
             engine.deliver()
             for managed in engine.managed:
                 if managed.gathered is Gathered.LIVE:
                     engine.forget(managed.index)
                     self._stand_ins.renew(managed.index)
+                elif managed.gathered is Gathered.SPENT:
+                    self._stand_ins.renew_if_kept(managed.index)
         with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
             super().zero_grad(set_to_none)
 
@@ -240,6 +229,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on, times the loss scale of this step."""
+        self._manage([param for param in self._all_params() if param.requires_grad])  # unfrozen since?
         return loss * self._scale.value
 
     @property
@@ -256,9 +246,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient gathered for the next step: fp32, on the host, in the parameter's shape."""
-        managed = self._managed.get(id(param))
-        if managed is None:
-            raise ValueError("grad() expects a trainable parameter of this optimizer")
+        managed = self._managed_of(param, "grad")
         (engine := self._require_engine()).deliver()
         if param.grad is not self._stand_ins[managed.index]:  # dropped, or put there by hand
             grad = param.grad
@@ -273,9 +261,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             grad: of its shape, any real floating-point dtype, on any device; it keeps its precision on the way. Not
                 scaled by a loss scale.
         """
-        managed = self._managed.get(id(param))
-        if managed is None:
-            raise ValueError("set_grad() expects a trainable parameter of this optimizer")
+        managed = self._managed_of(param, "set_grad")
         if grad.shape != managed.shape:
             raise ValueError(f"set_grad() expects a gradient of shape {tuple(managed.shape)}, got {tuple(grad.shape)}")
         check_gradient(grad, managed.name)
@@ -286,10 +272,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine.take(managed.index, own.to(managed.device))
         self._stand_ins.put(managed.index)
 
+    def _managed_of(self, param: torch.Tensor, method: str) -> Managed:
+        if param.requires_grad and any(param is own for own in self._all_params()):
+            self._manage([param])  # unfrozen since?
+        if (managed := self._managed.get(id(param))) is None:
+            raise ValueError(f"{method}() expects a trainable parameter of this optimizer")
+        return managed
+
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
         for managed in (engine := self._require_engine()).managed:
-            engine.refresh(managed.index)
+            states.refresh(engine, managed)
 
     def report(self) -> StepReport:
         """Sizes, bytes moved and where the time of the steps went, so far."""
@@ -314,7 +307,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if engine is None:
             return
         try:
-            engine.way_up.land_all()
+            with suppress(EngineStopped):  # the fault has been raised before; what was under way is lost
+                engine.way_up.land_all()
         finally:
             self._release(engine)
 
@@ -338,9 +332,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`.
         """
         if self._engine is not None:
-            for managed in self._engine.managed:  # a master from before would undo what was written
-                if managed.is_edited and managed.complaint(managed.tensor) is None:
-                    self._engine.refresh(managed.index)
+            if all(managed.complaint(managed.tensor) is None for managed in self._engine.managed):
+                states.take_over_edits(self._engine, self.state)  # a master from before would undo what was written
+                states.publish_all(self._engine, self.state)
             self._engine.finish()
         saved = super().state_dict()
         saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
@@ -359,26 +353,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param in self._all_params():
             managed = self._managed.get(id(param))
             if managed is not None:
-                self._load_state(managed, saved.get(id(param)))
+                states.load(engine, managed, saved.get(id(param)))
             elif id(param) in saved:
                 self.state[param] = dict(saved[id(param)])  # kept for when it is trained
-                self._loaded_at[id(param)] = param._version
         self._scale.load(state_dict.get("loss_scale"))
-        engine.loss_scale = self._scale.value
-        self._publish_states(engine)
-
-    def _load_state(self, managed: Managed, saved: dict[str, Any] | None) -> None:
-        """Copy a checked state into the host's arenas; None: as if it had never been updated."""
-        given = {} if saved is None else {name: saved[name] for name in saved if saved[name] is not None}
-        managed.filled = {name for name in self.rule.states if name in given}
-        managed.segment.have(self._require_engine().device, managed.filled)
-        for name in managed.segment.arenas:
-            view = managed.segment.view(name, managed.index, managed.tensor.shape)
-            if name in given:
-                view.copy_(given[name])
-            elif name != MASTER:
-                view.zero_()
-        managed.step = 0 if saved is None else int(saved_step(saved))
+        engine.change_loss_scale(self._scale.value)
+        states.publish_all(engine, self.state)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(f"{type(self).__name__} cannot be copied: it owns threads and memory; use its state_dict()")

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zofftk.managed import Gathered
+
+if TYPE_CHECKING:
+    from zofftk.engine import Engine
 
 
 class Replacements:
@@ -38,6 +43,16 @@ class Replacements:
             and not any(id(new) in watching.known for watching in _watching)  # tied, or another optimizer's
         }
         return self._new
+
+    def check(self, engine: Engine) -> None:
+        """Raises where the new one is being trained, which the optimizer knows nothing of."""
+        for known, new in self.pending().items():
+            managed = next(managed for managed in engine.managed if id(managed.tensor) == known)
+            if managed.gathered is not Gathered.LIVE and new.requires_grad and new.grad is not None:
+                raise RuntimeError(
+                    f"{managed.name} is another object in its module now (load_state_dict(assign=True), or a new "
+                    "Parameter), and this optimizer holds the one before: call adopt_replaced() right after the change"
+                )
 
     def done(self, known: int) -> None:
         del self._new[known]

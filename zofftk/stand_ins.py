@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -52,6 +53,12 @@ class StandIns:
         if managed.tensor.grad is old:
             managed.tensor.grad = new
         old.index = -1
+
+    def renew_if_kept(self, index: int) -> None:
+        """After its step: the next gradient gets another stand-in if somebody beside us has kept this one."""
+        self._engine.managed[index].tensor.grad = None
+        if sys.getrefcount(self._all[index]) > 2:  # the list, and the argument
+            self.renew(index)
 
     def put(self, index: int) -> None:
         """The engine has a gradient of this parameter that did not come by the hook."""

@@ -6,6 +6,7 @@ gradients by talking to the engine, and fails with a sentence on anything else, 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ class StandIn(torch.Tensor):
 
     owner: weakref.ref[GradientOwner]
     index: int
+    is_converted = False  # made by `p.grad.float()` and the like: it answers, but does not change the gradient
 
     @staticmethod
     def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> StandIn:
@@ -65,6 +67,12 @@ class StandIn(torch.Tensor):
             first = next(a for a in _pytree.tree_leaves((args, kwargs)) if isinstance(a, StandIn))
             raise first.refuse(func)
         return handler(*args, **(kwargs or {}))
+
+    def change(self) -> GradientOwner:
+        """The owner, for a change of the gradient."""
+        if self.is_converted:
+            raise self.refuse("changing a converted copy of p.grad")
+        return self.ask()
 
     def ask(self) -> GradientOwner:
         owner = self.owner()
@@ -143,14 +151,15 @@ def _number(func: Any, stand_in: StandIn, factor: Any) -> float:
 def _mul_(self: Any, factor: Any) -> Any:
     if not isinstance(self, StandIn):
         raise factor.refuse("multiplying by a gradient")
-    self.ask().scale_gradient(self.index, _number("mul_", self, factor))
+    self.change().scale_gradient(self.index, _number("mul_", self, factor))
     return self
 
 
 def _div_(self: Any, divisor: Any) -> Any:
     if not isinstance(self, StandIn):
         raise divisor.refuse("dividing by a gradient")
-    self.ask().scale_gradient(self.index, 1.0 / _number("div_", self, divisor))
+    number = _number("div_", self, divisor)
+    self.change().scale_gradient(self.index, 1.0 / number if number else math.copysign(math.inf, number))
     return self
 
 
@@ -160,12 +169,12 @@ def _add_(self: Any, other: Any, *, alpha: float = 1) -> Any:
     if other.shape != self.shape:
         raise self.refuse(f"add_ with a tensor of shape {tuple(other.shape)}")
     check_gradient(other, self.ask().name(self.index))
-    self.ask().add_gradient(self.index, other if alpha == 1 else other * alpha)
+    self.change().add_gradient(self.index, other if alpha == 1 else other * alpha)
     return self
 
 
 def _zero_(self: StandIn) -> StandIn:
-    self.ask().zero_gradient(self.index)
+    self.change().zero_gradient(self.index)
     return self
 
 
@@ -174,7 +183,9 @@ def _to_copy(self: StandIn, *, dtype: torch.dtype | None = None, device: Any = N
     if device is not None and torch.device(device) != self.device:
         raise self.refuse(f"a copy to {device}")
     dtype = dtype or self.dtype
-    return StandIn(self.ask(), self.index, self, torch.float32 if dtype == torch.float16 else dtype)
+    copy = StandIn(self.ask(), self.index, self, torch.float32 if dtype == torch.float16 else dtype)
+    copy.is_converted = True
+    return copy
 
 
 def _vector_norm(

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from zofftk.loss_scale import check_scale_state
 from zofftk.rules.base import Rule
 
 MASTER = "master"  # the fp32 parameter, beside the moments of the rule
-UNKNOWN = ("amsgrad", "maximize")  # options of torch's that change the update
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of any optimizer
 
 
@@ -32,20 +32,20 @@ def match_states(
     for number, group in enumerate(groups):
         if missing := [key for key in rule.hyper_names if key not in group]:
             raise ValueError(f"the saved group {number} has no {missing[0]!r}")
-        if different := [key for key in UNKNOWN if group.get(key)]:
-            raise ValueError(f"the saved group {number} has {different[0]}=True, which this optimizer does not know")
         rule.check(group)
+    check_scale_state(state_dict.get("loss_scale"))
     params = [param for group in param_groups for param in group["params"]]
     saved_ids = [number for group in groups for number in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for saved_id, param in zip(saved_ids, params, strict=True):
         if saved := state_dict["state"].get(saved_id):
-            _check_state(saved, param, names[id(param)], rule)
+            check_state(saved, param, names[id(param)], rule)
             states[id(param)] = saved
     return states
 
 
-def _check_state(saved: dict[str, Any], param: torch.Tensor, name: str, rule: Rule) -> None:
+def check_state(saved: dict[str, Any], param: torch.Tensor, name: str, rule: Rule) -> None:
+    """ValueError where `saved` cannot be the state of `param`."""
     for key in rule.saved_names:
         if saved.get(key) is None:
             raise ValueError(f"the saved state of {name} has no {key!r}")
@@ -62,5 +62,7 @@ def _check_state(saved: dict[str, Any], param: torch.Tensor, name: str, rule: Ru
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"the saved {key} of {name} is {kind}, expected a tensor of real numbers")
+        if value.layout != torch.strided or value.device.type == "meta":
+            raise ValueError(f"the saved {key} of {name} is {value.layout} on {value.device}, expected dense values")
         if value.shape != param.shape:
             raise ValueError(f"the saved {key} of {name} has shape {tuple(value.shape)}, expected {tuple(param.shape)}")

@@ -14,12 +14,14 @@ PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def parameter_name(group: dict[str, Any], group_number: int, number: int) -> str:
-    names = group.get("param_names")
-    return repr(names[number]) if names else f"parameter {number} of group {group_number}"
+    names = group.get("param_names") or []
+    return repr(names[number]) if number < len(names) else f"parameter {number} of group {group_number}"
 
 
 def check_param(param: torch.Tensor, name: str) -> None:
     check_is_plain(param, name)
+    if torch.nn.parameter.is_lazy(param):
+        raise TypeError(f"{name} is not initialised yet, expected a tensor with data: run a forward before")
     if param.layout != torch.strided:
         raise TypeError(f"{name} is {param.layout}, expected a dense tensor")
     if param.dtype not in PARAM_DTYPES:
@@ -62,6 +64,13 @@ def check_memory(params: list[torch.Tensor], names: list[str]) -> None:
     if pair := overlapping([Place(name, param, written=True) for param, name in real]):
         one, other = sorted(place.name for place in pair)
         raise ValueError(f"{one} and {other} share memory: expected one Parameter object for tied weights")
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Options that are not offered here, in the groups of a checkpoint of torch's."""
+    for key in ("amsgrad", "maximize", "differentiable"):
+        if group.get(key):
+            raise ValueError(f"{key} is an option of torch's that is not offered here, expected it to be False")
 
 
 def check_number(group: dict[str, Any], key: str) -> None:

@@ -189,6 +189,8 @@ class Plain:
             gradient.zero_()
 
     def read_grad(self, param: int) -> torch.Tensor | None:
+        if self.param(param).requires_grad:
+            self.opt.manage([own for own in self.opt.params() if own is self.param(param)])
         row, gradient = self.row(param), self.gradient(self.param(param))
         if row is None:
             raise Refused(ValueError, "grad() expects a trainable parameter")

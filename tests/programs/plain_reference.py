@@ -179,6 +179,7 @@ class PlainOptimizer:
         row.gradient = Gradient(torch.zeros_like(row.master), is_zero=True)
 
     def zero_grad(self, set_to_none: bool) -> None:
+        self.manage([param for param in self.params() if param.requires_grad])
         for param in self.params():
             row = self.rows.get(id(param))
             if set_to_none:
@@ -280,3 +281,4 @@ class PlainOptimizer:
         row.master.copy_(state["master"])
         row.moments = {name: state[name].clone() for name in state if name not in ("step", "master")}
         row.step, row.shown = state["step"], True
+        row.written = True  # the weights in the model count where the loaded master does not round to them

@@ -56,6 +56,10 @@ class LanedDevice(Device):
                 lane.thread.join()
 
 
+class EngineStopped(RuntimeError):
+    """A stream has failed before, which somebody was told then."""
+
+
 class Fault:
     """The first exception of any lane. Later work is dropped, so that every waiter wakes up and sees it."""
 
@@ -76,7 +80,7 @@ class Fault:
         if self.is_set:
             with self._lock:
                 error, self._error = self._error, None
-            raise error or RuntimeError(f"the offload engine has stopped at an earlier fault: {self._summary}")
+            raise error or EngineStopped(f"the offload engine has stopped at an earlier fault: {self._summary}")
 
 
 class Lane:
