@@ -276,4 +276,5 @@ def test_a_fault_that_a_fork_meets_is_kept_for_the_training_thread():
         model(torch.ones(2, 8))
     assert_raised_here(caught)
     with pytest.raises(StoppedError, match="bad memory in adam"):
-        opt.close()
+        opt.synchronize()
+    opt.close()

@@ -34,7 +34,7 @@ from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
-from zofftk.rules.base import Hyper
+from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
 from zofftk.way_up import WayUp
@@ -43,10 +43,10 @@ from zofftk.way_up import WayUp
 class Engine:
     """See the module. Parameters are known by their index, in the order they were added."""
 
-    def __init__(self, config: OffloadConfig, device: Device, rule_name: str) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, rule: Rule) -> None:
         self.device = device
         self.config = config
-        self.rule_name = rule_name  # what updates are called on the host stream
+        self.rule = rule  # whose name updates have on the host stream
         self.threads = config.threads or usable_threads()
         self.managed: list[Managed] = []
         self.segments: list[HostSegment] = []
@@ -359,7 +359,7 @@ class Engine:
         task = update.apply(bucket, present, hypers, steps, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, *bucket.moments.values(), bucket.wire]
-        self.device.host_task(f"{self.rule_name}: {bucket.label}", task, reads=reads, writes=writes)
+        self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes)
         bucket.forget(present)
         return Update(bucket, present, self.device.record(HOST))
 

@@ -46,6 +46,6 @@ def report_of(engine: Engine, steps: int) -> StepReport:
         bytes_up=engine.device.bytes_up,
         wait_gradients_ms=trace.total_ms("main", "wait for gradients"),
         adam_ms=trace.total_ms("compute", "wait for values"),
-        adam_busy_ms=trace.total_ms("host", engine.rule_name),
+        adam_busy_ms=trace.total_ms("host", engine.rule.name),
         copy_back_ms=trace.total_ms("compute", "copy back"),
     )

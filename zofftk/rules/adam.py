@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from zofftk import cpu_kernels
 from zofftk.rules.base import Elements, Hyper, Rule
-from zofftk.validation import check_at_least_0, check_betas
+from zofftk.validation import check_at_least_0, check_betas, check_options
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class AdamRule(Rule):
         return switches | {"differentiable": False, "fused": None, "decoupled_weight_decay": self.decoupled}
 
     def check(self, group: dict[str, Any]) -> None:
+        check_options(group)
         check_at_least_0(group, "lr", "eps", "weight_decay")
         check_betas(group)
         decoupled = group.get("decoupled_weight_decay", self.decoupled)  # torch's, in the groups of a checkpoint

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from zofftk import cpu_kernels
 from zofftk.rules.base import Elements, Hyper, Rule
-from zofftk.validation import check_at_least_0, check_betas
+from zofftk.validation import check_at_least_0, check_betas, check_options
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class LionRule(Rule):
     saved_names: ClassVar = ("exp_avg",)
 
     def check(self, group: dict[str, Any]) -> None:
+        check_options(group)
         check_at_least_0(group, "lr", "weight_decay")
         check_betas(group)
 

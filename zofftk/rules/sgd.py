@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from zofftk import cpu_kernels
 from zofftk.rules.base import Elements, Hyper, Rule
-from zofftk.validation import check_at_least_0, check_number
+from zofftk.validation import check_at_least_0, check_number, check_options
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class SGDRule(Rule):
         return {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 
     def check(self, group: dict[str, Any]) -> None:
+        check_options(group)
         check_at_least_0(group, "lr", "momentum", "weight_decay")
         check_number(group, "dampening")
         if group["nesterov"] and (float(group["momentum"]) == 0.0 or float(group["dampening"]) != 0.0):
