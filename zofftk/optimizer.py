@@ -61,7 +61,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
         device = merged.device or device_for(self._all_params(), merged)
-        self._engine = Engine(merged, device, self.rule.name)
+        self._engine = Engine(merged, device, self.rule)
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])

@@ -59,7 +59,8 @@ def groups_to_load(rule: Rule, groups: list[dict[str, Any]]) -> list[dict[str, A
     """As torch does it: entries that older states lack get their defaults; the kind of decay is the optimizer's own."""
     extras = rule.torch_group
     fixed = {key: extras[key] for key in ("decoupled_weight_decay",) if key in extras}
-    return [{**extras, **group, **fixed} for group in groups]
+    missing = [{key: value for key, value in extras.items() if key not in group} for group in groups]
+    return [{**group, **defaults, **fixed} for group, defaults in zip(groups, missing, strict=True)]
 
 
 def check_state(saved: dict[str, Any], param: torch.Tensor, name: str, rule: Rule) -> None:

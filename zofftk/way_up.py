@@ -81,6 +81,7 @@ class WayUp:
         """A gradient has come: free the slots from what no forward has read since the step."""
         if not self.in_flight:
             return
+        self._device.check_going()
         if self.is_under_way(managed):
             raise RuntimeError(
                 f"forward has used {managed.name} before its new value had arrived, through code that torch does not "
