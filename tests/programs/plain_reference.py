@@ -82,6 +82,7 @@ class Row:
     aside: Gradient | None = None  # somebody has kept it, and has put None into p.grad
     by_hand: bool = False  # a real tensor was in p.grad when this backward began
     shown: bool = False  # has an entry in the optimizer's state
+    loaded: bool = False  # at the next step, weights count where the loaded master does not round to them
     written: bool = False  # torch has seen a write into the parameter since the last update
     hook: Any = None
 
@@ -94,7 +95,7 @@ class Row:
         value = self.param.detach().reshape(-1)
         changed = self.master.to(self.wire).to(value.dtype) != value
         self.master[changed] = value[changed].float()
-        self.written = False
+        self.written = self.loaded = False
 
 
 @dataclass(eq=False)
@@ -213,7 +214,7 @@ class PlainOptimizer:
         for row in self.rows.values():
             if row.step and not row.shown:
                 row.start_anew()
-            if row.written:
+            if row.written or row.loaded:
                 row.take_over()
         norm = self.last_grad_norm = math.sqrt(sum(gradient.square_sum() for _, gradient in gradients))
         self.last_step_skipped = not math.isfinite(norm)
@@ -248,7 +249,7 @@ class PlainOptimizer:
         """Groups without their parameters, and the state of each parameter that has one, by position."""
         states = {}
         for row in self.rows.values():
-            if row.written:
+            if row.written and not row.loaded:
                 row.take_over()
         for position, param in enumerate(self.params()):
             row = self.rows.get(id(param))
@@ -281,4 +282,4 @@ class PlainOptimizer:
         row.master.copy_(state["master"])
         row.moments = {name: state[name].clone() for name in state if name not in ("step", "master")}
         row.step, row.shown = state["step"], True
-        row.written = True  # the weights in the model count where the loaded master does not round to them
+        row.loaded = True
