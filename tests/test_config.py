@@ -13,7 +13,7 @@ from zofftk import OffloadConfig
 def test_the_options_are_these():
     names = {field.name for field in dataclasses.fields(OffloadConfig)}
     link = {"bucket_bytes", "staging_slots", "wire_dtype", "pinned_bytes"}
-    assert names == link | {"max_grad_norm", "loss_scale", "threads", "device", "trace"}
+    assert names == link | {"max_grad_norm", "loss_scale", "update", "delay_after", "threads", "device", "trace"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zofftk.device.base import Device
 
 MAX_THREADS = 4096
+UPDATES = ("synchronous", "delayed")
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,6 +32,9 @@ class OffloadConfig:
         wire_dtype: dtype on the link; None: each parameter's own (so fp32 parameters move 4 + 4 bytes).
         loss_scale: factor on the loss, for fp16: a `LossScale` that adapts, or a number; see `opt.scale_loss`. Norms
             and clipping see the true gradient.
+        update: "synchronous", or "delayed": the host applies a gradient while the next step computes, and the
+            parameters get their values one step late.
+        delay_after: steps that are synchronous before the delay begins.
         threads: threads of the update; None: as many as the process may use.
         pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.
         device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
@@ -42,6 +46,8 @@ class OffloadConfig:
     staging_slots: int = 3
     wire_dtype: torch.dtype | None = None
     loss_scale: LossScale | float | None = None
+    update: str = "synchronous"
+    delay_after: int = 40
     threads: int | None = None
     pinned_bytes: int | None = None
     device: Device | None = None
@@ -59,6 +65,10 @@ class OffloadConfig:
         scale = self.loss_scale
         if not (scale is None or isinstance(scale, LossScale) or (_is_number(scale) and scale > 0)):
             raise ValueError(f"loss_scale must be a LossScale, a positive number or None, got {scale!r}")
+        if self.update not in UPDATES:
+            raise ValueError(f"update must be one of {', '.join(UPDATES)}, got {self.update!r}")
+        if not _is_integer(self.delay_after) or self.delay_after < 0:
+            raise ValueError(f"delay_after must be 0 or more steps, got {self.delay_after!r}")
         if self.threads is not None and (not _is_integer(self.threads) or not 1 <= self.threads <= MAX_THREADS):
             raise ValueError(f"threads must be from 1 to {MAX_THREADS}, or None, got {self.threads!r}")
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from zofftk import clipping, update
+from zofftk import clipping, gradients, update
 from zofftk.config import OffloadConfig
 from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.base import COMPUTE, DOWN, HOST, Buffer, Device, Placement
@@ -34,6 +34,7 @@ from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
+from zofftk.policies import Policy, make_policy
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
@@ -59,8 +60,13 @@ class Engine:
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
         self._norm_is_known = False
+        self.policies = [make_policy(config.update, config.delay_after)]  # the last one is in use
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
         close_when_gone(self.way_up, device, (self.segments, self.ring.slots))
+
+    @property
+    def policy(self) -> Policy:
+        return self.policies[-1]
 
     @property
     def host_bytes(self) -> int:
@@ -81,6 +87,8 @@ class Engine:
         layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs))
         self.ring.reserve(*layout.slot_size())
         segment = allocate_segment(self.device, layout, len(self.buckets), states)
+        if self.config.update == "delayed":
+            segment.have_spares(self.device)
         self.segments.append(segment)
         self.buckets += segment.buckets
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
@@ -211,7 +219,7 @@ class Engine:
             f"down: {bucket.label} statistics", bucket.square_sums, slot.square_sums, bucket.block_runs(present)
         )
         bucket.arrived = self.device.record(DOWN)
-        bucket.sent = None  # its pack came after the copy back of what was sent
+        bucket.sent.pop(bucket.wire, None)  # its pack came after the copy back of what was sent
         bucket.on_wire = present
         self.ring.release(slot, bucket.arrived)
 
@@ -243,7 +251,7 @@ class Engine:
         """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
         with self._lock:
             managed = self.managed[index]
-            self._take_norms()
+            self.take_norms()
             if managed.gathered is not Gathered.LIVE:
                 managed.square_sum *= factor**2  # what is left of a used gradient is its norm
                 return
@@ -272,7 +280,7 @@ class Engine:
 
     def norm(self, index: int) -> float:
         """L2 norm of the gathered gradient of one parameter; waits for it."""
-        self._take_norms()
+        self.take_norms()
         return math.sqrt(self._square_sum(self.managed[index]))
 
     def _square_sum(self, managed: Managed) -> float:
@@ -282,7 +290,7 @@ class Engine:
             return 0.0
         return managed.square_sum * bucket.scale.get(managed.index, 1.0) ** 2
 
-    def _take_norms(self) -> None:
+    def take_norms(self) -> None:
         """Fetch the square sum of every gradient from the host stream, once for each set of gradients."""
         self.close_round()
         if self._norm_is_known:
@@ -317,32 +325,42 @@ class Engine:
         lands before it is read.
         """
         self.way_up.land_all()
-        self._take_norms()
+        self.take_norms()
         live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
-        if not math.isfinite(norm):
-            return norm
+        updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
+        self.exchange(self.policy.exchange(updates), early=early)
+        if not early and not self.policy.kept:
+            self.finish()
+        return norm
+
+    def exchange(self, updates: Sequence[Update], *, early: bool = False) -> None:
+        """Send the values of these updates to their parameters."""
+        for updated in updates:
+            self.way_up.updated[updated.bucket] = updated
+        self.way_up.send()
+        if not early:
+            self.way_up.land_all()
+            return
+        for index in dict.fromkeys(index for updated in updates for index in sorted(updated.present)):
+            self.way_up.watch(self.managed[index])
+
+    def _updates(
+        self, live: Sequence[Managed], hypers: Mapping[int, Hyper], norm: float, *, beside: bool
+    ) -> list[Update]:
+        """Start the update of every bucket on the host; beside compute, it leaves a core."""
         coefficient = clipping.coefficient(norm, self.config.max_grad_norm) / self.loss_scale
         for managed in live:
             managed.step += 1
             managed.filled.update(hypers[managed.index].states)
             managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
-        threads = max(1, self.threads - 1) if early else self.threads  # beside compute, it leaves a core
-        for bucket in reversed(self.buckets):  # forward needs the first layers first
-            updated = self._update(bucket, hypers, coefficient, threads)
-            if updated is not None:
-                self.way_up.updated[bucket] = updated
+        threads = max(1, self.threads - 1) if beside else self.threads
+        # Forward needs the first layers first.
+        started = [self._update(bucket, hypers, coefficient, threads) for bucket in reversed(self.buckets)]
         for managed in live:
             managed.gathered = Gathered.SPENT
             self.outstanding[managed.index] = 0
-        self.way_up.send()
-        if early:
-            for managed in live:
-                self.way_up.watch(managed)
-        else:
-            self.way_up.land_all()
-            self.finish()
-        return norm
+        return [updated for updated in started if updated is not None]
 
     def _update(
         self, bucket: HostBucket, hypers: Mapping[int, Hyper], coefficient: float, threads: int
@@ -353,15 +371,15 @@ class Engine:
         present = {i for i in bucket.on_wire | bucket.summed | bucket.zero if i in hypers}
         if not present:
             return None
-        if bucket.sent is not None:
-            self.device.wait(HOST, bucket.sent, f"sent: {bucket.label} must have left before it is overwritten")
+        if (sent := bucket.sent.get(bucket.wire)) is not None:
+            self.device.wait(HOST, sent, f"sent: {bucket.label} must have left before it is overwritten")
         steps = {index: self.managed[index].step for index in present}
         task = update.apply(bucket, present, hypers, steps, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, *bucket.moments.values(), bucket.wire]
         self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes)
         bucket.forget(present)
-        return Update(bucket, present, self.device.record(HOST))
+        return Update(bucket, present, bucket.wire, self.device.record(HOST))
 
     # -- between steps -----------------------------------------------------------------------------------------
 
@@ -369,26 +387,10 @@ class Engine:
         """The caller may read the host states: nothing on the host stream is unfinished."""
         self.device.synchronize(self.device.record(HOST), "finish: the host's states must be final")
 
-    def gradient(self, index: int) -> torch.Tensor:
-        """A copy of the gathered gradient of one parameter, fp32 on the host, in its shape; waits for it."""
-        self._take_norms()
-        managed = self.managed[index]
-        flat = torch.zeros(managed.tensor.numel(), dtype=torch.float32)
-        for bucket in managed.buckets:
-            self.device.touch(f"read the gradient of {managed.name}", reads=[bucket.gradient_source(index)])
-            bucket.read_gradient(index, flat)
-        return flat.div_(self.loss_scale).view(managed.tensor.shape)
-
-    def not_finite(self) -> list[str]:
-        """Names of the parameters whose gathered gradient is not finite."""
-        self._take_norms()
-        live = [managed for managed in self.managed if managed.gathered is Gathered.LIVE]
-        return [managed.name for managed in live if not math.isfinite(self._square_sum(managed))]
-
     def copied_gradient(self, index: int) -> torch.Tensor | None:
         """What a deep copy of the parameter has as its gradient."""
         self.deliver()
         managed = self.managed[index]
         if managed.gathered is not Gathered.LIVE:
             return None
-        return self.gradient(index).to(managed.tensor.device, managed.tensor.dtype)
+        return gradients.read(self, managed).to(managed.tensor.device, managed.tensor.dtype)

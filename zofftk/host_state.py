@@ -30,7 +30,10 @@ class HostBucket:
     moments: dict[str, Buffer] = field(default_factory=dict)  # by the optimizer's own names
     total: Buffer | None = None
     arrived: Event | None = None  # the last gradient is on the host
-    sent: Event | None = None  # the last values have left the wire, while no gradient has come down since
+    spare: Buffer | None = None  # a second wire, where values wait while gradients arrive in the first
+    sent: dict[Buffer, Event] = field(
+        default_factory=dict
+    )  # by wire: its last values have left, no gradient came since
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that have not been packed yet
     on_wire: set[int] = field(default_factory=set)  # parameters whose gradient is in `wire` ...
     summed: set[int] = field(default_factory=set)  # ... or in `total`
@@ -41,6 +44,10 @@ class HostBucket:
     def __post_init__(self) -> None:
         self.whole = Placement(self.bucket.pieces)
         self._whole_runs = self.runs(set(self.pieces)), self.block_runs(set(self.pieces))
+
+    def swap_wires(self) -> None:
+        assert self.spare is not None
+        self.wire, self.spare = self.spare, self.wire
 
     def forget(self, params: set[int]) -> None:
         """Nothing has been gathered of `params` any more."""
@@ -120,6 +127,14 @@ class HostSegment:
                 for host in self.buckets:
                     bucket = host.bucket
                     host.moments[state] = device.slice(arena, f"{state} of {host.label}", bucket.start, bucket.numel)
+
+    def have_spares(self, device: Device) -> None:
+        """Give every bucket a second wire."""
+        if self.buckets[0].spare is None:
+            places = _allocate_wires(device, self.layout)
+            for bucket, place in zip(self.buckets, places, strict=True):
+                bucket.spare = device.slice(place.arena, f"spare of {bucket.label}", place.offset, bucket.bucket.numel)
+            self.nbytes += sum({id(place.arena): place.arena.nbytes for place in places}.values())
 
     def view(self, state: str, param: int, shape: torch.Size) -> torch.Tensor:
         """One state of one parameter, row-major, in the parameter's shape.

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from zofftk.device.base import Event
+from zofftk.device.base import Buffer, Event
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.staging import Slot
 
@@ -84,7 +84,8 @@ class Update:
 
     bucket: HostBucket
     present: set[int]  # the parameters that take part
-    written: Event  # the new values are on the wire
+    wire: Buffer
+    written: Event  # the new values are on it
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from zofftk import states
+from zofftk import gradients, lateness, states
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import release_workers
 from zofftk.deferred_interrupts import interrupts_deferred
@@ -20,16 +21,16 @@ from zofftk.errors import StoppedError
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
+from zofftk.policies import take_kept
 from zofftk.replaced import Replacements
-from zofftk.report import StepReport, report_of
+from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
 from zofftk.state_dict import entries_of_others, groups_to_load, match_states, on_host
-from zofftk.trace import Trace
 from zofftk.validation import check_gradient, check_memory, check_param, parameter_name
 
 
-class OffloadOptimizer(torch.optim.Optimizer):
+class OffloadOptimizer(Reporting, torch.optim.Optimizer):
     """An optimizer whose fp32 states live on the host, updated there by all cores: see `OffloadAdamW` and its sisters.
 
     Gradients leave the device while backward runs; `p.grad` then holds a stand-in that answers `clip_grad_norm_`,
@@ -65,6 +66,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
+        weakref.finalize(self, lateness.warn_if_kept, self._engine.policies)
 
     # -- parameters --------------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps += 1
         self.last_step_skipped = not math.isfinite(norm)
         if self.last_step_skipped:
-            self._scale.after_skip(norm, engine.not_finite(), stacklevel=6)  # the line that called step()
+            self._scale.after_skip(norm, gradients.not_finite(engine), stacklevel=6)  # the line that called step()
         else:
             self._scale.after_step()
             states.publish_all(engine, self.rule, self.state)
@@ -220,6 +222,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 if (managed := self._managed.get(id(param))) is not None:
                     self._engine.way_up.land(managed)
 
+    def flush(self) -> None:
+        """Send what a delayed update has left for the next step to the parameters now."""
+        with interrupts_deferred():
+            lateness.flush(self._require_engine())
+
+    def switch_update(self, update: str, delay_after: int = 0) -> None:
+        """Go on with another of the options `update` and `delay_after`, which counts from the first step of all."""
+        dataclasses.replace(self._require_engine().config, update=update, delay_after=delay_after)  # checks them
+        with interrupts_deferred():
+            lateness.switch(self._require_engine(), update, delay_after)
+
     def synchronize(self) -> None:
         """Every parameter and every state holds the values of the last step."""
         engine = self._require_engine()
@@ -253,7 +266,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if param.grad is not self._stand_ins[managed.index]:  # dropped, or put there by hand
             grad = param.grad
             return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True) / self._scale.value
-        return engine.gradient(managed.index) if managed.gathered is Gathered.LIVE else None
+        return gradients.read(engine, managed) if managed.gathered is Gathered.LIVE else None
 
     def set_grad(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Have the next step use this gradient, in place of what was gathered; the counterpart of `grad`.
@@ -284,24 +297,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
         for managed in (engine := self._require_engine()).managed:
+            take_kept(engine.policy, without=managed.index)
             states.refresh(engine, managed)
-
-    def report(self) -> StepReport:
-        """Sizes, bytes moved and where the time of the steps went, so far."""
-        engine = self._require_engine()
-        return report_of(engine, self._steps)
-
-    @property
-    def trace(self) -> Trace:
-        """What the streams did; a training loop may add its own spans, such as forward and backward."""
-        return self._require_engine().device.trace
-
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last 100,000 spans as a Chrome trace; needs the option `trace=True`."""
-        if not self.trace.keep_spans:
-            raise ValueError("write_trace needs the optimizer to be built with trace=True")
-        self._require_engine().device.collect_spans()
-        self.trace.write(path)
 
     def close(self) -> None:
         """Remove the hooks and end the engine's threads; the states stay readable. Idempotent."""
@@ -310,6 +307,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         try:
             with suppress(StoppedError):  # the fault has been raised before; what was under way is lost
+                lateness.flush(engine)
                 engine.way_up.land_all()
         finally:
             self._release(engine)
@@ -343,9 +341,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine.finish()
         saved = super().state_dict()
         saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
-        if (scale := self._scale.state()) is not None:
-            saved["loss_scale"] = scale
-        return saved
+        late = None if self._engine is None else lateness.state(self._engine, self._all_params())
+        extras = {"loss_scale": self._scale.state(), "delayed": late}
+        return saved | {key: value for key, value in extras.items() if value is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits.
@@ -380,6 +378,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         files.release()
         self._scale.load(state_dict.get("loss_scale"))
         engine.change_loss_scale(self._scale.value)
+        lateness.load(engine, state_dict.get("delayed"), self._all_params())
         states.publish_all(engine, self.rule, self.state)
 
     def __deepcopy__(self, memo: Any) -> Any:

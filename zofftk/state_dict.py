@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from zofftk.loss_scale import check_scale_state
+from zofftk.policies import check_saved_lateness
 from zofftk.rules.base import Rule
 
 MASTER = "master"  # the fp32 parameter, beside the moments of the rule
@@ -34,6 +35,7 @@ def match_states(
             raise ValueError(f"the saved group {number} has no {missing[0]!r}")
         rule.check_group(group)
     check_scale_state(state_dict.get("loss_scale"))
+    check_saved_lateness(state_dict.get("delayed"), sum(sizes))
     params = [param for group in param_groups for param in group["params"]]
     saved_ids = [number for group in groups for number in group["params"]]
     states: dict[int, dict[str, Any]] = {}

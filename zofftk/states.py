@@ -9,8 +9,10 @@ import torch
 
 from zofftk.engine import Engine
 from zofftk.host_views import HostViews, edited_states, finisher
+from zofftk.lateness import check_edits
 from zofftk.managed import Managed
 from zofftk.mapped import FileMappings
+from zofftk.policies import is_kept
 from zofftk.rules.base import Rule
 from zofftk.state_dict import MASTER, saved_step
 
@@ -72,7 +74,15 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
     weights may be loaded after it.
     """
     edited_here = edited_states(engine.managed, shown, rule)
-    edited = [m for m in engine.managed if (at_step if m.is_loaded else m.is_edited)]
+    edited, late = [], []
+    for managed in engine.managed:
+        is_late = is_kept(engine.policy, managed.index)
+        if managed.is_loaded and at_step and is_late:
+            managed.note()  # the weight is the one before the master's
+        elif at_step if managed.is_loaded else managed.is_edited:
+            (late if is_late else edited).append(managed)
+    if at_step:
+        check_edits(late)
     for managed in edited:
         managed.check(managed.tensor)
     for managed, state in edited_here:

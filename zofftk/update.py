@@ -41,7 +41,7 @@ def apply(
     """Update the states of the parameters in `present` and leave their new values on the wire."""
     source = bucket.total if bucket.summed else bucket.wire
     assert source is not None
-    zeros = [bucket.pieces[param] for param in bucket.zero]
+    wire, zeros = bucket.wire, [bucket.pieces[param] for param in bucket.zero]
     runs = _update_runs(bucket, present, hypers, steps, coefficient)
 
     def task() -> None:
@@ -53,7 +53,7 @@ def apply(
                 bucket.master.tensor[part],
                 {name: bucket.moments[name].tensor[part] for name in run.hyper.states},
                 source.tensor[part],
-                bucket.wire.tensor[part],
+                wire.tensor[part],
             )
             run.hyper.update(elements, step=run.step, grad_scale=run.grad_scale, threads=threads)
 

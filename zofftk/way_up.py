@@ -44,10 +44,10 @@ class WayUp:
                 bucket, update = next(iter(self.updated.items()))
                 self._device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
                 slot = self._ring.acquire(UP)
-                data = slot.typed(bucket.wire.tensor.dtype)
-                self._device.copy_up(f"up: {bucket.label}", data, bucket.wire, bucket.runs(update.present))
-                bucket.sent = self._device.record(UP)
-                self.in_flight[bucket] = Arrival(update, slot, bucket.sent)
+                data = slot.typed(update.wire.tensor.dtype)
+                self._device.copy_up(f"up: {bucket.label}", data, update.wire, bucket.runs(update.present))
+                sent = bucket.sent[update.wire] = self._device.record(UP)
+                self.in_flight[bucket] = Arrival(update, slot, sent)
                 del self.updated[bucket]
 
     def watch(self, managed: Managed) -> None:
@@ -97,7 +97,7 @@ class WayUp:
         with undisturbed():
             self._device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
             written = [managed.name for managed in landed if managed.tensor._version != managed.version]
-            data = arrival.slot.typed(bucket.wire.tensor.dtype)
+            data = arrival.slot.typed(arrival.update.wire.tensor.dtype)
             self._device.copy_back(f"copy back: {bucket.label}", data, placement, [m.tensor for m in landed])
             for managed in landed:
                 managed.version = managed.tensor._version

@@ -1,0 +1,29 @@
+"""What has been gathered of the gradients, for those who want to see it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from zofftk.managed import Gathered, Managed
+
+if TYPE_CHECKING:
+    from zofftk.engine import Engine
+
+
+def read(engine: Engine, managed: Managed) -> torch.Tensor:
+    """A copy of the gathered gradient of one parameter, fp32 on the host, in its shape; waits for it."""
+    engine.take_norms()
+    flat = torch.zeros(managed.tensor.numel(), dtype=torch.float32)
+    for bucket in managed.buckets:
+        engine.device.touch(f"read the gradient of {managed.name}", reads=[bucket.gradient_source(managed.index)])
+        bucket.read_gradient(managed.index, flat)
+    return flat.div_(engine.loss_scale).view(managed.tensor.shape)
+
+
+def not_finite(engine: Engine) -> list[str]:
+    """Names of the parameters whose gathered gradient is not finite."""
+    live = [managed for managed in engine.managed if managed.gathered is Gathered.LIVE]
+    return [managed.name for managed in live if not math.isfinite(engine.norm(managed.index))]

@@ -1,0 +1,89 @@
+"""What the delayed update means to an optimizer: its policy, values that are late, and how they are saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zofftk.device.base import HOST
+from zofftk.engine import Engine
+from zofftk.managed import Managed, Update
+from zofftk.policies import Policy, is_kept, make_policy, take_kept
+
+logger = logging.getLogger("zofftk")
+
+
+def flush(engine: Engine) -> None:
+    """Send what is late to the parameters now."""
+    engine.exchange(take_kept(engine.policy))
+
+
+def switch(engine: Engine, update: str, delay_after: int) -> None:
+    """Another policy from the next step on; what is late is sent."""
+    flush(engine)
+    steps = engine.policy.steps
+    engine.policies[:] = [make_policy(update, delay_after)]
+    engine.policy.steps = steps
+    if update == "delayed":
+        for segment in engine.segments:
+            segment.have_spares(engine.device)
+
+
+def check_edits(late: Sequence[Managed]) -> None:
+    """Raises where a parameter was written to whose new value is late: which of its elements, nobody knows."""
+    if late:
+        raise RuntimeError(
+            f"{late[0].name} was written to while a delayed update of it was under way: call flush() on the optimizer "
+            "before writing, or refresh() now, which takes over all of its values and drops that update"
+        )
+
+
+def warn_if_kept(policies: list[Policy]) -> None:
+    """At the end of an optimizer that was not closed."""
+    if policies[-1].kept:
+        logger.warning("the last delayed update has not reached the parameters: call close() or flush() at the end")
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def state(engine: Engine, params: Sequence[torch.Tensor]) -> dict[str, Any] | None:
+    """Steps so far, and the positions of the parameters whose masters are one update ahead; None if never delayed."""
+    if not hasattr(engine.policy, "delay_after"):
+        return None
+    late = {id(managed.tensor) for managed in engine.managed if is_kept(engine.policy, managed.index)}
+    return {"steps": engine.policy.steps, "late": [i for i, param in enumerate(params) if id(param) in late]}
+
+
+def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> None:
+    """Forget what is late, and take over what was late when `saved` was made."""
+    take_kept(engine.policy)
+    if saved is None:
+        return
+    engine.policy.steps = int(saved["steps"])
+    tensors = {id(params[position]) for position in saved["late"]}
+    late = {managed.index for managed in engine.managed if id(managed.tensor) in tensors}
+    updates = [_kept_update(engine, bucket, late & bucket.pieces.keys()) for bucket in engine.buckets]
+    updates = [update for update in updates if update.present]
+    if hasattr(engine.policy, "delay_after"):
+        engine.policy.kept = updates
+        return
+    for index in late:
+        engine.managed[index].note()
+    engine.exchange(updates)
+
+
+def _kept_update(engine: Engine, bucket: Any, present: set[int]) -> Update:
+    """The values that the masters round to, where they would wait after a step."""
+    wire = bucket.spare or bucket.wire
+    if present:
+        engine.device.touch(f"load: {bucket.label}", reads=[bucket.master], writes=[wire])
+    for index in present:
+        piece = bucket.pieces[index]
+        part = slice(piece.offset, piece.offset + piece.numel)
+        wire.tensor[part].copy_(bucket.master.tensor[part])
+        engine.managed[index].is_loaded = True
+    return Update(bucket, present, wire, engine.device.record(HOST))

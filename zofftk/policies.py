@@ -1,0 +1,100 @@
+"""When updated values go to the parameters: at their own step, or, one step late, while the host updates the next.
+
+A policy gets the updates of a step and says which ones are to be sent now. It knows nothing of how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from zofftk.managed import Update
+
+
+class Policy(Protocol):
+    """`kept` are updates whose values are still to be sent; `steps` counts the steps so far."""
+
+    kept: list[Update]
+    steps: int
+
+    @property
+    def is_late(self) -> bool:
+        """The coming update runs beside compute."""
+        ...
+
+    def exchange(self, updates: Sequence[Update]) -> list[Update]:
+        """Those to send at this step, whose own are `updates`: none where it was skipped."""
+        ...
+
+
+class Synchronous:
+    """Every step sends its own updates."""
+
+    is_late = False
+
+    def __init__(self) -> None:
+        self.kept: list[Update] = []
+        self.steps = 0
+
+    def exchange(self, updates: Sequence[Update]) -> list[Update]:
+        self.steps += 1
+        return list(updates)
+
+
+class Delayed:
+    """After `delay_after` steps, each step sends the updates of the one before and keeps its own.
+
+    Their values wait in the wire they were written to, while the next gradients arrive in the other.
+
+    Source: ZeRO-Offload, section 5.2 (one-step delayed parameter update).
+    """
+
+    def __init__(self, delay_after: int) -> None:
+        self.delay_after = delay_after
+        self.kept: list[Update] = []
+        self.steps = 0
+
+    @property
+    def is_late(self) -> bool:
+        return self.steps >= self.delay_after
+
+    def exchange(self, updates: Sequence[Update]) -> list[Update]:
+        self.steps += 1
+        if self.steps <= self.delay_after:
+            return list(updates)
+        late, self.kept = self.kept, list(updates)
+        for update in updates:
+            update.bucket.swap_wires()
+        return late
+
+
+def make_policy(update: str, delay_after: int) -> Policy:
+    return Delayed(delay_after) if update == "delayed" else Synchronous()
+
+
+def take_kept(policy: Policy, *, without: int | None = None) -> list[Update]:
+    """The kept updates, which are kept no longer; with `without`, none, and that parameter has no part in them."""
+    if without is not None:
+        for update in policy.kept:
+            update.present.discard(without)
+        policy.kept = [update for update in policy.kept if update.present]
+        return []
+    kept, policy.kept = policy.kept, []
+    return kept
+
+
+def is_kept(policy: Policy, index: int) -> bool:
+    """The parameter's new value is on the host, and waits for the next step."""
+    return any(index in update.present for update in policy.kept)
+
+
+def check_saved_lateness(saved: Any, num_params: int) -> None:
+    """ValueError where `saved`, of the key `delayed`, is none."""
+    if saved is None:
+        return
+    steps, late = (saved.get("steps"), saved.get("late")) if isinstance(saved, dict) else (None, None)
+    fits = (
+        isinstance(steps, int) and isinstance(late, list) and all(isinstance(i, int) and i < num_params for i in late)
+    )
+    if not fits:
+        raise ValueError(f"the saved entry 'delayed' is {saved!r}, expected its steps and late parameters")

@@ -1,0 +1,38 @@
+"""What an optimizer can be asked about its engine's work."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from zofftk.report import StepReport, report_of
+from zofftk.trace import Trace
+
+if TYPE_CHECKING:
+    from zofftk.engine import Engine
+
+
+class Reporting:
+    """The part of an optimizer that reports."""
+
+    _steps: int
+
+    def _require_engine(self) -> Engine:
+        raise NotImplementedError
+
+    def report(self) -> StepReport:
+        """Sizes, bytes moved and where the time of the steps went, so far."""
+        engine = self._require_engine()
+        return report_of(engine, self._steps)
+
+    @property
+    def trace(self) -> Trace:
+        """What the streams did; a training loop may add its own spans, such as forward and backward."""
+        return self._require_engine().device.trace
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last 100,000 spans as a Chrome trace; needs the option `trace=True`."""
+        if not self.trace.keep_spans:
+            raise ValueError("write_trace needs the optimizer to be built with trace=True")
+        self._require_engine().device.collect_spans()
+        self.trace.write(path)
