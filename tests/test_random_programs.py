@@ -19,7 +19,7 @@ BLOCK = 50
 # Each showed a fault of the engine. A change of `draw` makes other programs of them; add new ones at the end.
 FAILED_ONCE = [
     *(0, 4, 8, 10, 16, 40, 44, 58, 98, 124, 245, 248, 260, 274, 279, 307, 468, 489, 532, 615, 718, 742, 872, 878),
-    *(994, 1034, 1088, 1117, 1182),
+    *(994, 1034, 1088, 1117, 1182, 223, 319, 556, 4981, 5600),
 ]
 
 

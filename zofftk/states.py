@@ -64,7 +64,7 @@ def load(
         elif name != MASTER:
             view.zero_()
     managed.step = 0 if saved is None else int(saved_step(saved))
-    managed.is_loaded = saved is not None
+    managed.is_loaded = managed.is_loaded or saved is not None
 
 
 def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) -> None:
