@@ -284,6 +284,46 @@ def test_writing_while_an_update_is_late_is_refused():
     opt.close()
 
 
+def test_a_refresh_loses_no_other_parameters_update():
+    model, twin = mlp(), mlp()
+    opt, plain = delayed(model), DelayedAdamW(twin.parameters(), 0, **HYPER)
+    train(model, opt, range(3))
+    train(twin, plain, range(3))
+    opt.refresh()
+    train(model, opt, range(3, 5))
+    train(twin, plain, range(3, 5))
+    opt.flush()
+    plain.flush()
+    assert_equal(model, opt, twin, plain)
+    opt.close()
+
+
+def test_a_group_that_is_added_after_switching():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = zofftk.OffloadAdamW([first], lr=0.1, weight_decay=0.0)
+    opt.switch_update("delayed")
+    opt.add_param_group({"params": [second]})
+    seen = []
+    for _ in range(3):
+        (first.sum() + second.sum()).backward()
+        opt.step()
+        opt.zero_grad()
+        seen.append([first[0].item(), second[0].item()])
+    assert seen[0] == [1.0, 1.0]
+    assert seen[1:] == [pytest.approx([0.9, 0.9]), pytest.approx([0.8, 0.8])]
+    opt.close()
+
+
+@pytest.mark.parametrize(
+    "saved", [{}, {"steps": 1, "late": [-1]}, {"steps": 1, "late": [2]}, {"steps": None, "late": []}]
+)
+def test_what_is_no_saved_delay(saved):
+    opt = zofftk.OffloadAdamW([nn.Parameter(torch.ones(2))], update="delayed")
+    with pytest.raises(ValueError, match="the saved entry 'delayed' is .* expected its steps and late parameters"):
+        opt.load_state_dict({**opt.state_dict(), "delayed": saved})
+    opt.close()
+
+
 def test_accumulation_and_unused_parameters():
     def run(late):
         torch.manual_seed(0)

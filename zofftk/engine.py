@@ -34,7 +34,7 @@ from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
-from zofftk.policies import Policy, make_policy
+from zofftk.policies import Delayed, Policy, make_policy
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
@@ -87,7 +87,7 @@ class Engine:
         layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs))
         self.ring.reserve(*layout.slot_size())
         segment = allocate_segment(self.device, layout, len(self.buckets), states)
-        if self.config.update == "delayed":
+        if isinstance(self.policy, Delayed):
             segment.have_spares(self.device)
         self.segments.append(segment)
         self.buckets += segment.buckets

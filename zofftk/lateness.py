@@ -10,8 +10,9 @@ import torch
 
 from zofftk.device.base import HOST
 from zofftk.engine import Engine
+from zofftk.host_state import HostBucket
 from zofftk.managed import Managed, Update
-from zofftk.policies import Policy, is_kept, make_policy, take_kept
+from zofftk.policies import Delayed, Policy, kept_params, make_policy, take_kept
 
 logger = logging.getLogger("zofftk")
 
@@ -23,13 +24,13 @@ def flush(engine: Engine) -> None:
 
 def switch(engine: Engine, update: str, delay_after: int) -> None:
     """Another policy from the next step on; what is late is sent."""
+    if update == "delayed":
+        for segment in engine.segments:
+            segment.have_spares(engine.device)
     flush(engine)
     steps = engine.policy.steps
     engine.policies[:] = [make_policy(update, delay_after)]
     engine.policy.steps = steps
-    if update == "delayed":
-        for segment in engine.segments:
-            segment.have_spares(engine.device)
 
 
 def check_edits(late: Sequence[Managed]) -> None:
@@ -52,9 +53,9 @@ def warn_if_kept(policies: list[Policy]) -> None:
 
 def state(engine: Engine, params: Sequence[torch.Tensor]) -> dict[str, Any] | None:
     """Steps so far, and the positions of the parameters whose masters are one update ahead; None if never delayed."""
-    if not hasattr(engine.policy, "delay_after"):
+    if not isinstance(engine.policy, Delayed):
         return None
-    late = {id(managed.tensor) for managed in engine.managed if is_kept(engine.policy, managed.index)}
+    late = {id(engine.managed[index].tensor) for index in kept_params(engine.policy)}
     return {"steps": engine.policy.steps, "late": [i for i, param in enumerate(params) if id(param) in late]}
 
 
@@ -68,7 +69,7 @@ def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Te
     late = {managed.index for managed in engine.managed if id(managed.tensor) in tensors}
     updates = [_kept_update(engine, bucket, late & bucket.pieces.keys()) for bucket in engine.buckets]
     updates = [update for update in updates if update.present]
-    if hasattr(engine.policy, "delay_after"):
+    if isinstance(engine.policy, Delayed):
         engine.policy.kept = updates
         return
     for index in late:
@@ -76,7 +77,7 @@ def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Te
     engine.exchange(updates)
 
 
-def _kept_update(engine: Engine, bucket: Any, present: set[int]) -> Update:
+def _kept_update(engine: Engine, bucket: HostBucket, present: set[int]) -> Update:
     """The values that the masters round to, where they would wait after a step."""
     wire = bucket.spare or bucket.wire
     if present:

@@ -21,7 +21,7 @@ from zofftk.errors import StoppedError
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
-from zofftk.policies import take_kept
+from zofftk.policies import forget_kept, kept_params
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
@@ -95,8 +95,9 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
 
     def _manage(self, params: list[torch.Tensor]) -> None:
         """Give `params` their place on the host, and the trainable ones their hook."""
-        engine, names = self._require_engine(), self._names()
+        engine = self._require_engine()
         new = [param for param in params if id(param) not in self._managed]
+        names = self._names() if new else {}
         for param in new:
             check_param(param, names[id(param)])
         close_others(self, new)
@@ -288,16 +289,24 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self._stand_ins.put(managed.index)
 
     def _managed_of(self, param: torch.Tensor, method: str) -> Managed:
-        if param.requires_grad and any(param is own for own in self._all_params()):
-            self._manage([param])  # unfrozen since?
+        if id(param) not in self._managed and param.requires_grad:
+            self._manage([own for own in self._all_params() if own is param])  # unfrozen since?
         if (managed := self._managed.get(id(param))) is None:
             raise ValueError(f"{method}() expects a trainable parameter of this optimizer")
         return managed
 
     def refresh(self) -> None:
-        """Take over weights that were written into the parameters without moving their version counter (`p.data`)."""
-        for managed in (engine := self._require_engine()).managed:
-            take_kept(engine.policy, without=managed.index)
+        """Take over weights that were written into the parameters without moving their version counter (`p.data`).
+
+        While a delayed update is late, only what torch has seen is taken over, and drops that parameter's update; call
+        `flush()` before writing otherwise.
+        """
+        late = kept_params((engine := self._require_engine()).policy)
+        for managed in engine.managed:
+            if managed.index in late:
+                if not managed.is_edited:
+                    continue  # its master is ahead of it
+                forget_kept(engine.policy, managed.index)
             states.refresh(engine, managed)
 
     def close(self) -> None:
@@ -319,11 +328,6 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         finally:
             engine.way_up.drop()
             release_workers()
-
-    def _require_engine(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("this optimizer is closed")
-        return self._engine
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -72,20 +72,22 @@ def make_policy(update: str, delay_after: int) -> Policy:
     return Delayed(delay_after) if update == "delayed" else Synchronous()
 
 
-def take_kept(policy: Policy, *, without: int | None = None) -> list[Update]:
-    """The kept updates, which are kept no longer; with `without`, none, and that parameter has no part in them."""
-    if without is not None:
-        for update in policy.kept:
-            update.present.discard(without)
-        policy.kept = [update for update in policy.kept if update.present]
-        return []
+def take_kept(policy: Policy) -> list[Update]:
+    """The kept updates, which are kept no longer."""
     kept, policy.kept = policy.kept, []
     return kept
 
 
-def is_kept(policy: Policy, index: int) -> bool:
-    """The parameter's new value is on the host, and waits for the next step."""
-    return any(index in update.present for update in policy.kept)
+def forget_kept(policy: Policy, index: int) -> None:
+    """The parameter's value is sent no more."""
+    for update in policy.kept:
+        update.present.discard(index)
+    policy.kept = [update for update in policy.kept if update.present]
+
+
+def kept_params(policy: Policy) -> set[int]:
+    """The parameters whose new value is on the host, and waits for the next step."""
+    return {index for update in policy.kept for index in update.present}
 
 
 def check_saved_lateness(saved: Any, num_params: int) -> None:
@@ -93,8 +95,5 @@ def check_saved_lateness(saved: Any, num_params: int) -> None:
     if saved is None:
         return
     steps, late = (saved.get("steps"), saved.get("late")) if isinstance(saved, dict) else (None, None)
-    fits = (
-        isinstance(steps, int) and isinstance(late, list) and all(isinstance(i, int) and i < num_params for i in late)
-    )
-    if not fits:
+    if not isinstance(steps, int) or not isinstance(late, list) or any(i not in range(num_params) for i in late):
         raise ValueError(f"the saved entry 'delayed' is {saved!r}, expected its steps and late parameters")

@@ -1,4 +1,4 @@
-"""What an optimizer can be asked about its engine's work."""
+"""An optimizer's hold on its engine, and what it can be asked about the engine's work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 
 class Reporting:
-    """The part of an optimizer that reports."""
+    """The part of an optimizer that has an engine, until it is closed, and reports of it."""
 
-    _steps: int
+    _engine: Engine | None = None
+    _steps = 0
 
     def _require_engine(self) -> Engine:
-        raise NotImplementedError
+        if self._engine is None:
+            raise RuntimeError("this optimizer is closed")
+        return self._engine
 
     def report(self) -> StepReport:
         """Sizes, bytes moved and where the time of the steps went, so far."""

@@ -12,7 +12,7 @@ from zofftk.host_views import HostViews, edited_states, finisher
 from zofftk.lateness import check_edits
 from zofftk.managed import Managed
 from zofftk.mapped import FileMappings
-from zofftk.policies import is_kept
+from zofftk.policies import kept_params
 from zofftk.rules.base import Rule
 from zofftk.state_dict import MASTER, saved_step
 
@@ -74,9 +74,9 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
     weights may be loaded after it.
     """
     edited_here = edited_states(engine.managed, shown, rule)
-    edited, late = [], []
+    edited, late, kept = [], [], kept_params(engine.policy)
     for managed in engine.managed:
-        is_late = is_kept(engine.policy, managed.index)
+        is_late = managed.index in kept
         if managed.is_loaded and at_step and is_late:
             managed.note()  # the weight is the one before the master's
         elif at_step if managed.is_loaded else managed.is_edited:
