@@ -32,12 +32,13 @@ from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.base import COMPUTE, DOWN, HOST, Buffer, Device, Placement
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
-from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
+from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
+from zofftk.totals import Totals
 from zofftk.way_up import WayUp
 
 
@@ -54,6 +55,7 @@ class Engine:
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
         self.way_up = WayUp(device, self.ring, self.managed)
+        self.totals = Totals(device, config.wire_dtype, self.threads)
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
         self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
         self.renew: Callable[[int], None] = lambda index: None  # have another stand-in for what comes
@@ -153,32 +155,13 @@ class Engine:
         managed.gathered = Gathered.LIVE
         self.outstanding[managed.index] = 1
         self._norm_is_known = False
-        if grad.dtype is not managed.wire and self._add_wide(managed, grad):
+        if grad.dtype is not managed.wire and self.totals.takes(managed, grad):
+            self.totals.add_wide(managed, grad)
             return
         for bucket in managed.buckets:
             bucket.waiting[managed.index] = grad
             if len(bucket.waiting) == len(bucket.pieces):
                 self._launch(bucket)
-
-    def _add_wide(self, managed: Managed, grad: torch.Tensor) -> bool:
-        """A gradient that the wire would round goes into the fp32 totals, past the buckets; says whether it is one."""
-        if self.config.wire_dtype or torch.promote_types(grad.dtype, managed.wire) == managed.wire:
-            return False
-        for bucket in managed.buckets:
-            piece = bucket.pieces[managed.index]
-            if managed.index in bucket.on_wire or managed.index in bucket.scale:
-                bucket.waiting[managed.index] = grad
-                self._add_to_total(bucket)
-                del bucket.waiting[managed.index]
-            part = self.device.buffer(f"gradient of {managed.name}", piece.numel, torch.float32, "host")
-            placement = Placement([Piece(piece.param, piece.start, piece.stop, 0, 0)])
-            self.device.load(f"load: gradient of {managed.name}", placement, [grad], part)
-            total = self._total(bucket)
-            task = update.add_part(bucket, piece, part, self.threads)
-            self.device.host_task(f"sum: gradient of {managed.name}", task, reads=[part], writes=[total])
-            bucket.summed.add(managed.index)
-            bucket.zero.discard(managed.index)
-        return True
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
@@ -204,7 +187,7 @@ class Engine:
 
     def _launch(self, bucket: HostBucket) -> None:
         if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
-            self._add_to_total(bucket)
+            self.totals.add(bucket)
         present = set(bucket.waiting)
         bucket.zero -= present
         slot = self.ring.acquire(COMPUTE)
@@ -222,25 +205,6 @@ class Engine:
         bucket.sent.pop(bucket.wire, None)  # its pack came after the copy back of what was sent
         bucket.on_wire = present
         self.ring.release(slot, bucket.arrived)
-
-    def _add_to_total(self, bucket: HostBucket) -> None:
-        """Free the wire for another gradient, or make the fp32 total complete."""
-        total, wire = self._total(bucket), [bucket.wire] if bucket.on_wire else []
-        task = update.add_to_total(bucket, self.threads)
-        if bucket.on_wire and bucket.arrived is not None:
-            self.device.wait(HOST, bucket.arrived, f"arrived in wire: {bucket.label} must be here before it is summed")
-        self.device.host_task(f"sum: {bucket.label}", task, reads=wire, writes=[total])
-        bucket.summed |= bucket.on_wire
-        bucket.on_wire = set()
-        bucket.scale = {i: scale for i, scale in bucket.scale.items() if i not in bucket.waiting}
-        summed = self.device.record(HOST)
-        self.device.wait(DOWN, summed, f"summed: {bucket.label} must have been read before it is overwritten")
-
-    def _total(self, bucket: HostBucket) -> Buffer:
-        if bucket.total is None:
-            numel = bucket.bucket.numel
-            bucket.total = self.device.buffer(f"total of {bucket.label}", numel, torch.float32, "host", zero=True)
-        return bucket.total
 
     # -- what a stand-in asks ----------------------------------------------------------------------------------
 
@@ -297,7 +261,7 @@ class Engine:
             return
         for bucket in self.buckets:
             if bucket.summed:
-                self._total_statistics(bucket)
+                self.totals.take_statistics(bucket)
         self.device.wait(HOST, self.device.record(DOWN), "arrived with statistics: the norm needs those of all buckets")
         sums = [bucket.square_sums for bucket in self.buckets]
         self.device.host_task("norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms])
@@ -306,15 +270,6 @@ class Engine:
             if managed.gathered is Gathered.LIVE:
                 managed.square_sum = float(square_sum) / self.loss_scale**2
         self._norm_is_known = True
-
-    def _total_statistics(self, bucket: HostBucket) -> None:
-        if bucket.on_wire:
-            self._add_to_total(bucket)
-        assert bucket.total is not None
-        if bucket.arrived is not None:  # those of a gradient that was dropped since may still be on their way
-            self.device.wait(HOST, bucket.arrived, f"arrived in wire: statistics of {bucket.label} are overwritten")
-        task = update.total_square_sums(bucket, self.threads)
-        self.device.host_task(f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums])
 
     # -- the update --------------------------------------------------------------------------------------------
 
@@ -367,7 +322,7 @@ class Engine:
     ) -> Update | None:
         """One pass over the bucket's states on the host; None if no parameter of it has a gradient."""
         if bucket.summed and bucket.on_wire:
-            self._add_to_total(bucket)
+            self.totals.add(bucket)
         present = {i for i in bucket.on_wire | bucket.summed | bucket.zero if i in hypers}
         if not present:
             return None
