@@ -29,9 +29,10 @@ import torch
 from zofftk import clipping, gradients, update
 from zofftk.config import OffloadConfig
 from zofftk.deferred_interrupts import interrupts_deferred
-from zofftk.device.base import COMPUTE, DOWN, HOST, Buffer, Device, Placement
+from zofftk.device.base import COMPUTE, DOWN, HOST, Device, Placement
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
+from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy
@@ -64,6 +65,9 @@ class Engine:
         self._norm_is_known = False
         self.policies = [make_policy(config.update, config.delay_after)]  # the last one is in use
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
+        self.inside = AtStep()
+        if config.backwards_per_step == 1:
+            self.inside = InsideBackward(device, self.ring, self.managed, self.policies)
         close_when_gone(self.way_up, device, (self.segments, self.ring.slots))
 
     @property
@@ -79,7 +83,7 @@ class Engine:
         """Take over parameters: lay them out, allocate their host memory with these moments, copy the masters."""
         if not tensors:
             return []
-        self.way_up.land_all()
+        self.land_all()
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
@@ -112,6 +116,7 @@ class Engine:
         while self.inbox:
             with self._lock, interrupts_deferred():
                 taken = self.inbox[:]
+                self.inside.enter([index for index, _ in taken])
                 del self.inbox[: len(taken)]  # a hook in another thread may have added to it in between
                 for index, grad in taken:
                     managed = self.managed[index]
@@ -134,6 +139,7 @@ class Engine:
         """`grad` comes on top of what was gathered of the parameter; it stays the caller's."""
         self.deliver()
         with self._lock:
+            self.inside.enter(())
             managed = self.managed[index]
             if managed.gathered is Gathered.SPENT:
                 raise RuntimeError(
@@ -149,6 +155,7 @@ class Engine:
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
         self.way_up.land_before_backward(managed)
+        managed.comes_again |= managed.gathered is Gathered.LIVE or managed.round == self._round
         if managed.round == self._round:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
@@ -162,6 +169,7 @@ class Engine:
             bucket.waiting[managed.index] = grad
             if len(bucket.waiting) == len(bucket.pieces):
                 self._launch(bucket)
+                self.inside.exchange(bucket)
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
@@ -279,11 +287,12 @@ class Engine:
         Where the norm is not finite, nothing changes. With `early`, returns while the update runs; a parameter then
         lands before it is read.
         """
-        self.way_up.land_all()
+        self.land_all()
         self.take_norms()
         live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
+        self.inside.end_step(live)
         self.exchange(self.policy.exchange(updates), early=early)
         if not early and not self.policy.kept:
             self.finish()
@@ -291,6 +300,7 @@ class Engine:
 
     def exchange(self, updates: Sequence[Update], *, early: bool = False) -> None:
         """Send the values of these updates to their parameters."""
+        self.inside.land_all()
         for updated in updates:
             self.way_up.updated[updated.bucket] = updated
         self.way_up.send()
@@ -310,8 +320,9 @@ class Engine:
             managed.filled.update(hypers[managed.index].states)
             managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if beside else self.threads
-        # Forward needs the first layers first.
-        started = [self._update(bucket, hypers, coefficient, threads) for bucket in reversed(self.buckets)]
+        # What comes late is exchanged behind backward, which begins with the last layers; forward needs the first ones.
+        buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
+        started = [self._update(bucket, hypers, coefficient, threads) for bucket in buckets]
         for managed in live:
             managed.gathered = Gathered.SPENT
             self.outstanding[managed.index] = 0
@@ -335,6 +346,21 @@ class Engine:
         self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes)
         bucket.forget(present)
         return Update(bucket, present, bucket.wire, self.device.record(HOST))
+
+    @property
+    def is_exchanging(self) -> bool:
+        """New values are on their way, or wait on the host."""
+        return bool(self.way_up.in_flight or self.way_up.updated or self.policy.kept or self.inside.is_exchanging)
+
+    def land_all(self) -> None:
+        """All parameters are about to be read, or written to."""
+        self.inside.land_all()
+        self.way_up.land_all()
+
+    def drop(self) -> None:
+        """Nothing will arrive any more: parameters keep the values they have."""
+        self.inside.drop()
+        self.way_up.drop()
 
     # -- between steps -----------------------------------------------------------------------------------------
 
