@@ -13,6 +13,8 @@ import torch
 from zofftk.loss_scale import LossScale
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from zofftk.device.base import Device
 
 MAX_THREADS = 4096
@@ -37,6 +39,9 @@ class OffloadConfig:
         delay_after: steps that are synchronous before the delay begins.
         backwards_per_step: announces how many backwards bring the gradients of a step. With 1, delayed values are
             exchanged behind the gradients inside backward, wherever that is right; a second backward is an error.
+        process_group: the ranks that train this model on different data and share its states (a
+            `torch.distributed` process group); None: all ranks, where `torch.distributed` is initialised.
+        rank_timeout_s: how long a rank waits for the others before it gives up, in seconds; None: torch's default.
         threads: threads of the update; None: as many as the process may use.
         pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.
         device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
@@ -51,6 +56,8 @@ class OffloadConfig:
     update: str = "synchronous"
     delay_after: int = 40
     backwards_per_step: int | None = None
+    process_group: dist.ProcessGroup | None = None
+    rank_timeout_s: float | None = None
     threads: int | None = None
     pinned_bytes: int | None = None
     device: Device | None = None
@@ -75,6 +82,9 @@ class OffloadConfig:
         backwards = self.backwards_per_step
         if backwards is not None and (not _is_integer(backwards) or backwards < 1):
             raise ValueError(f"backwards_per_step must be 1 or more, or None, got {backwards!r}")
+        timeout = self.rank_timeout_s
+        if timeout is not None and not (_is_number(timeout) and timeout > 0):
+            raise ValueError(f"rank_timeout_s must be a positive number of seconds, or None, got {timeout!r}")
         if self.threads is not None and (not _is_integer(self.threads) or not 1 <= self.threads <= MAX_THREADS):
             raise ValueError(f"threads must be from 1 to {MAX_THREADS}, or None, got {self.threads!r}")
 

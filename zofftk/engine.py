@@ -29,13 +29,14 @@ import torch
 from zofftk import clipping, gradients, update
 from zofftk.config import OffloadConfig
 from zofftk.deferred_interrupts import interrupts_deferred
-from zofftk.device.base import COMPUTE, DOWN, HOST, Device, Placement
+from zofftk.device.base import COMPUTE, HOST, Device, Placement
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy
+from zofftk.ranks.one import OneRank, Ranks
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
@@ -46,7 +47,7 @@ from zofftk.way_up import WayUp
 class Engine:
     """See the module. Parameters are known by their index, in the order they were added."""
 
-    def __init__(self, config: OffloadConfig, device: Device, rule: Rule) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, rule: Rule, ranks: Ranks | None = None) -> None:
         self.device = device
         self.config = config
         self.rule = rule  # whose name updates have on the host stream
@@ -55,7 +56,8 @@ class Engine:
         self.segments: list[HostSegment] = []
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
-        self.way_up = WayUp(device, self.ring, self.managed)
+        self.ranks = ranks or OneRank(device)
+        self.way_up = WayUp(device, self.ranks, self.ring, self.managed)
         self.totals = Totals(device, config.wire_dtype, self.threads)
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
         self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
@@ -66,7 +68,7 @@ class Engine:
         self.policies = [make_policy(config.update, config.delay_after)]  # the last one is in use
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
         self.inside = AtStep()
-        if config.backwards_per_step == 1:
+        if config.backwards_per_step == 1 and self.ranks.size == 1:
             self.inside = InsideBackward(device, self.ring, self.managed, self.policies)
         close_when_gone(self.way_up, device, (self.segments, self.ring.slots))
 
@@ -84,26 +86,28 @@ class Engine:
         if not tensors:
             return []
         self.land_all()
+        self.ranks.join(tensors, names)
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
             ParamSpec(i, tensor.numel(), str(wire), wire.itemsize)
             for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True), first)
         ]
-        layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs))
+        layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs), self.ranks.size)
         self.ring.reserve(*layout.slot_size())
-        segment = allocate_segment(self.device, layout, len(self.buckets), states)
+        segment = allocate_segment(self.device, layout, len(self.buckets), states, self.ranks.rank)
         if isinstance(self.policy, Delayed):
             segment.have_spares(self.device)
         self.segments.append(segment)
         self.buckets += segment.buckets
+        self.ranks.add(segment.buckets)
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
-            buckets = [bucket for bucket in segment.buckets if i in bucket.pieces]
+            buckets = [bucket for bucket in segment.buckets if i in bucket.params]
             self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire))
         self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:
-            self.device.load(f"load: {bucket.label}", bucket.whole, self._tensors_of(bucket.whole), bucket.master)
+            self.device.load(f"load: {bucket.label}", bucket.own, self._tensors_of(bucket.own), bucket.master)
         return self.managed[first:]
 
     def _tensors_of(self, placement: Placement) -> list[torch.Tensor]:
@@ -156,20 +160,21 @@ class Engine:
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
         self.way_up.land_before_backward(managed)
         managed.comes_again |= managed.gathered is Gathered.LIVE or managed.round == self._round
-        if managed.round == self._round:
+        if managed.round == self._round or any(map(self.ranks.has_left, managed.buckets)):
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
         managed.gathered = Gathered.LIVE
         self.outstanding[managed.index] = 1
         self._norm_is_known = False
-        if grad.dtype is not managed.wire and self.totals.takes(managed, grad):
+        if grad.dtype is not managed.wire and self.ranks.size == 1 and self.totals.takes(managed, grad):
             self.totals.add_wide(managed, grad)
             return
         for bucket in managed.buckets:
             bucket.waiting[managed.index] = grad
-            if len(bucket.waiting) == len(bucket.pieces):
-                self._launch(bucket)
-                self.inside.exchange(bucket)
+            if len(bucket.waiting) == len(bucket.params):
+                for full in self.ranks.in_turn(bucket):
+                    self._launch(full)
+                    self.inside.exchange(full)
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
@@ -188,28 +193,23 @@ class Engine:
     def close_round(self) -> None:
         """Send the buckets on their way that not all parameters of have arrived in."""
         self.deliver()
-        for bucket in self.buckets:
-            if bucket.waiting:
-                self._launch(bucket)
+        for bucket in self.ranks.last_of_round():
+            self._launch(bucket)
         self._round += 1
 
     def _launch(self, bucket: HostBucket) -> None:
         if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
             self.totals.add(bucket)
-        present = set(bucket.waiting)
-        bucket.zero -= present
+        bucket.zero -= bucket.waiting.keys()
         slot = self.ring.acquire(COMPUTE)
-        data = slot.typed(bucket.wire.tensor.dtype)
-        placement = bucket.placement(present)
-        gradients = [bucket.waiting[piece.param] for piece in placement.pieces]
-        self.device.pack(f"pack: {bucket.label}", placement, gradients, data, slot.square_sums)
-        bucket.waiting.clear()
-        self.device.wait(DOWN, self.device.record(COMPUTE), f"packed: {bucket.label} must be complete before it leaves")
-        self.device.copy_down(f"down: {bucket.label}", bucket.wire, data, bucket.runs(present))
-        self.device.copy_down(
-            f"down: {bucket.label} statistics", bucket.square_sums, slot.square_sums, bucket.block_runs(present)
-        )
-        bucket.arrived = self.device.record(DOWN)
+        data = slot.typed(bucket.bucket, bucket.wire.tensor.dtype)
+        present = self.ranks.fill(bucket, data)
+        if bucket.waiting:
+            placement = bucket.placement(bucket.waiting.keys())
+            gradients = [bucket.waiting[piece.param] for piece in placement.pieces]
+            self.device.pack(f"pack: {bucket.label}", placement, gradients, data, slot.square_sums)
+            bucket.waiting.clear()
+        bucket.arrived = self.ranks.bring_down(bucket, slot, data, present)
         bucket.sent.pop(bucket.wire, None)  # its pack came after the copy back of what was sent
         bucket.on_wire = present
         self.ring.release(slot, bucket.arrived)
@@ -262,21 +262,24 @@ class Engine:
             return 0.0
         return managed.square_sum * bucket.scale.get(managed.index, 1.0) ** 2
 
-    def take_norms(self) -> None:
+    def take_norms(self, *, at_step: bool = False) -> None:
         """Fetch the square sum of every gradient from the host stream, once for each set of gradients."""
         self.close_round()
-        if self._norm_is_known:
+        while self.ranks.others_go_on(knows_norm=self._norm_is_known, at_step=at_step):
+            for bucket in self.ranks.round_of_others():
+                self._launch(bucket)
+            self._norm_is_known = False
+        if self._norm_is_known and not self.ranks.has_news:
             return
         for bucket in self.buckets:
             if bucket.summed:
                 self.totals.take_statistics(bucket)
-        self.device.wait(HOST, self.device.record(DOWN), "arrived with statistics: the norm needs those of all buckets")
-        sums = [bucket.square_sums for bucket in self.buckets]
-        self.device.host_task("norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms])
+        self.ranks.take_norms(self.segments, self.managed, self._norms)
         self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
+        self.ranks.settle(self.managed, at_step=at_step)
         for managed, square_sum in zip(self.managed, self.device.value("norm", self._norms), strict=True):
-            if managed.gathered is Gathered.LIVE:
-                managed.square_sum = float(square_sum) / self.loss_scale**2
+            if managed.is_live:
+                managed.square_sum = float(square_sum) * managed.buckets[0].average ** 2 / self.loss_scale**2
         self._norm_is_known = True
 
     # -- the update --------------------------------------------------------------------------------------------
@@ -288,8 +291,8 @@ class Engine:
         lands before it is read.
         """
         self.land_all()
-        self.take_norms()
-        live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
+        self.take_norms(at_step=True)
+        live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
         self.inside.end_step(live)
@@ -324,7 +327,7 @@ class Engine:
         buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
         started = [self._update(bucket, hypers, coefficient, threads) for bucket in buckets]
         for managed in live:
-            managed.gathered = Gathered.SPENT
+            managed.gathered, managed.elsewhere = Gathered.SPENT, False
             self.outstanding[managed.index] = 0
         return [updated for updated in started if updated is not None]
 
@@ -356,6 +359,14 @@ class Engine:
         """All parameters are about to be read, or written to."""
         self.inside.land_all()
         self.way_up.land_all()
+
+    def restart(self) -> None:
+        """All gradients have been dropped, on every rank."""
+        self.inside.restart()
+        if self.ranks.size > 1:
+            self.close_round()
+            for bucket in self.buckets:
+                bucket.forget(set(bucket.params))
 
     def drop(self) -> None:
         """Nothing will arrive any more: parameters keep the values they have."""

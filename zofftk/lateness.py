@@ -73,7 +73,7 @@ def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Te
     engine.policy.steps = int(saved["steps"])
     tensors = {id(params[position]) for position in saved["late"]}
     late = {managed.index for managed in engine.managed if id(managed.tensor) in tensors}
-    updates = [_kept_update(engine, bucket, late & bucket.pieces.keys()) for bucket in engine.buckets]
+    updates = [_kept_update(engine, bucket, late & bucket.params) for bucket in engine.buckets]
     updates = [update for update in updates if update.present]
     if isinstance(engine.policy, Delayed):
         engine.policy.kept = {update.bucket: update for update in updates}
@@ -88,9 +88,9 @@ def _kept_update(engine: Engine, bucket: HostBucket, present: set[int]) -> Updat
     wire = bucket.spare or bucket.wire
     if present:
         engine.device.touch(f"load: {bucket.label}", reads=[bucket.master], writes=[wire])
-    for index in present:
-        piece = bucket.pieces[index]
+    for piece in bucket.pieces_of(present):
         part = slice(piece.offset, piece.offset + piece.numel)
         wire.tensor[part].copy_(bucket.master.tensor[part])
+    for index in present:
         engine.managed[index].is_loaded = True
     return Update(bucket, present, wire, engine.device.record(HOST))

@@ -30,6 +30,7 @@ class Managed:
     segment: HostSegment
     buckets: list[HostBucket]
     gathered: Gathered = Gathered.NOTHING
+    elsewhere: bool = False  # only other ranks have a gradient for the coming update
     round: int = -1  # the round its last gradient came in
     step: int = 0  # updates it has had
     filled: set[str] = field(default_factory=set)  # moments that hold something
@@ -46,6 +47,11 @@ class Managed:
     def __post_init__(self) -> None:
         self.shape, self.device = self.tensor.shape, self.tensor.device
         self.note()
+
+    @property
+    def is_live(self) -> bool:
+        """There is a gradient for the coming update, here or on another rank."""
+        return self.gathered is Gathered.LIVE or self.elsewhere
 
     def note(self) -> None:
         """The tensor is as the host's states say."""

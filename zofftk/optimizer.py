@@ -22,6 +22,7 @@ from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
 from zofftk.policies import forget_kept, kept_params
+from zofftk.ranks.opening import open_ranks
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
@@ -62,7 +63,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
         device = merged.device or device_for(self._all_params(), merged)
-        self._engine = Engine(merged, device, self.rule)
+        self._engine = Engine(merged, device, self.rule, open_ranks(merged, device))
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
@@ -147,7 +148,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self._manage([param for param in self._all_params() if param.grad is not None])
         for managed in self._managed.values():
             self._stand_ins.collect(managed)
-        if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
+        if engine.ranks.size == 1 and not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
             return
         for group in self.param_groups:
             self.rule.check_group(group)
@@ -211,7 +212,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                     self._stand_ins.renew(managed.index)
                 elif managed.gathered is Gathered.SPENT:
                     self._stand_ins.renew_if_kept(managed.index)
-            engine.inside.restart()
+            engine.restart()
         with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
             super().zero_grad(set_to_none)
 
@@ -327,6 +328,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         try:
             engine.device.close()
         finally:
+            engine.ranks.close()
             engine.drop()
             release_workers()
 

@@ -37,7 +37,15 @@ def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed) -> None:
 def _show(rule: Rule, state: HostViews, managed: Managed) -> None:
     for name in (*rule.states, MASTER):
         if (name == MASTER or name in managed.filled) and not state.shows(name):
-            state.show(name, managed.segment.view(name, managed.index, managed.tensor.shape))
+            state.show(name, shown_state(managed, name))
+
+
+def shown_state(managed: Managed, name: str) -> torch.Tensor:
+    """A state in the shape of the parameter, as a view of the host's memory; over ranks, what this one has of it."""
+    parts = managed.segment.parts(name, managed.index)
+    if len(parts) == 1 and parts[0][1].numel() == managed.shape.numel():
+        return parts[0][1].view(managed.shape)
+    return torch.cat([part for _, part in parts]) if parts else torch.empty(0)
 
 
 def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:
@@ -58,11 +66,12 @@ def load(
     managed.filled = {name for name in rule.states if name in given}
     managed.segment.have(engine.device, managed.filled)
     for name in managed.segment.arenas:
-        view = managed.segment.view(name, managed.index, managed.tensor.shape)
-        if name in given:
-            (files or FileMappings()).copy(view, given[name])
-        elif name != MASTER:
-            view.zero_()
+        for start, part in managed.segment.parts(name, managed.index):
+            if name in given:
+                whole = given[name].reshape(-1)
+                (files or FileMappings()).copy(part, whole[start : start + part.numel()])
+            elif name != MASTER:
+                part.zero_()
     managed.step = 0 if saved is None else int(saved_step(saved))
     managed.is_loaded = managed.is_loaded or saved is not None
 
@@ -96,10 +105,11 @@ def refresh(engine: Engine, managed: Managed) -> None:
     """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
     engine.land_all()
     engine.finish()
-    master = managed.segment.view("master", managed.index, managed.tensor.shape)
-    value = managed.tensor.detach().to(master.device)
     masters = [bucket.master for bucket in managed.buckets]
     engine.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
-    changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value
-    master[changed] = value[changed].float()
+    whole = managed.tensor.detach().reshape(-1)
+    for start, master in managed.segment.parts(MASTER, managed.index):
+        value = whole[start : start + master.numel()].to(master.device)
+        changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value
+        master[changed] = value[changed].float()
     managed.note()
