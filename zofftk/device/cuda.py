@@ -206,7 +206,11 @@ class CudaDevice(LanedDevice):
 
     def _zero(self, label: str, dst: Buffer) -> None:
         self._check_usable()
-        self._measured(COMPUTE, label, self._compute_stream(), 0, dst.tensor.zero_)
+
+        def zero() -> None:
+            dst.tensor.zero_()
+
+        self._measured(COMPUTE, label, self._compute_stream(), 0, zero)
 
     def _collective(self, label: str, operation: Operation) -> None:
         stream = self._streams[COMM]

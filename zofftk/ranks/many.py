@@ -12,8 +12,9 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +22,12 @@ import torch.distributed as dist
 
 from zofftk import update as host_tasks
 from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Buffer, Device, Event, Run
+from zofftk.errors import RankError
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_scatter
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
+from zofftk.ranks.watch import Watch
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
@@ -45,6 +48,7 @@ class ManyRanks:
         self._buckets: list[HostBucket] = []  # all, in the order they leave in
         self._norms: NormExchange | None = None
         device.open_comm()
+        self._watch = Watch(group, group.group_name)
         self._word = device.buffer("word to the ranks", 1, torch.float64, "host", on_link=True)
         self._words = device.buffer("words of all ranks", self.size, torch.float64, "host", on_link=True)
         self._words_dev = device.buffer("words of all ranks on the device", self.size, torch.float64, "device")
@@ -111,7 +115,7 @@ class ManyRanks:
         if (kinds != kinds[0]).any():
             rank = int((kinds != kinds[0]).argmax())
             does = {NORM: "asks for a norm", STEP: "makes a step"}
-            raise RuntimeError(
+            raise RankError(
                 f"the ranks have parted: rank 0 {does[float(kinds[0])]} where rank {rank} {does[float(kinds[rank])]}; "
                 "every rank has to call clip_grad_norm_ and step() alike"
             )
@@ -129,7 +133,7 @@ class ManyRanks:
         own = self._words_dev.part(self.rank, 1)
         device.copy_up("up: word", own, self._word, [Run(0, 1)])
         device.wait(COMM, device.record(UP), "word on the device: it must be there before all have it")
-        device.collective("all-gather: words", partial(all_gather, group=self.group), self._words_dev, own)
+        self.collective("all-gather: words", all_gather, self._words_dev, own)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -141,7 +145,7 @@ class ManyRanks:
     def bring_down(self, bucket: HostBucket, slot: Slot, data: Buffer, present: set[int]) -> Event:
         device, label, own = self._device, bucket.label, self._own_part(bucket, data)
         device.wait(COMM, device.record(COMPUTE), f"packed: {label} must be complete before it leaves")
-        device.collective(f"reduce-scatter: {label}", self._reduce, own, data)
+        self.collective(f"reduce-scatter: {label}", _reduce, own, data)
         device.wait(DOWN, device.record(COMM), f"reduced: {label} must be complete before it leaves")
         if bucket.counted is not None:
             device.wait(DOWN, bucket.counted, f"counted: {label} must have been read before it is overwritten")
@@ -156,11 +160,6 @@ class ManyRanks:
     def _own_part(self, bucket: HostBucket, data: Buffer) -> Buffer:
         return data.part(self.rank * bucket.shard.numel, bucket.shard.numel)
 
-    def _reduce(self, own: torch.Tensor, whole: torch.Tensor) -> None:
-        if whole.dtype == torch.float16:
-            whole.div_(self.size)
-        reduce_scatter(own, whole, self.group)
-
     # -- values ------------------------------------------------------------------------------------------------
 
     def bring_up(self, update: Update, data: Buffer) -> tuple[Event, Event]:
@@ -170,14 +169,14 @@ class ManyRanks:
         device.copy_up(f"up: {label}", own, update.wire, bucket.runs(update.present))
         sent = device.record(UP)
         device.wait(COMM, sent, f"sent: {label} must be on the device before all have it")
-        device.collective(f"all-gather: {label}", partial(all_gather, group=self.group), data, own)
+        self.collective(f"all-gather: {label}", all_gather, data, own)
         return sent, device.record(COMM)
 
     # -- norms -------------------------------------------------------------------------------------------------
 
     def take_norms(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer) -> None:
         if self._norms is None or not self._norms.fits(segments, len(managed)):
-            self._norms = NormExchange(self._device, self.group, segments, len(managed))
+            self._norms = NormExchange(self._device, self, segments, len(managed))
         self._norms.run(segments, managed, norms)
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
@@ -200,14 +199,33 @@ class ManyRanks:
         for index in np.flatnonzero((by_rank == NOTHING).any(axis=0) & (by_rank != NOTHING).any(axis=0)):
             has, lacks = int((by_rank[:, index] != NOTHING).argmax()), int((by_rank[:, index] == NOTHING).argmax())
             name = managed[int(index)].name
-            raise RuntimeError(
+            raise RankError(
                 f"{name} has a gradient on rank {has} and none on rank {lacks}, which would leave it out of the norm: "
                 "use the option max_grad_norm in place of clip_grad_norm_"
             )
 
+    def collective(self, label: str, operation: Callable[[Any, Any, Any], None], dst: Buffer, src: Buffer) -> None:
+        watch, group = self._watch, self.group
+
+        def run(into: torch.Tensor, out_of: torch.Tensor) -> None:
+            watch.at = label
+            try:
+                operation(into, out_of, group)
+            except RuntimeError as error:
+                raise watch.blame(error) from error
+
+        self._device.collective(label, run, dst, src)
+
     def close(self) -> None:
+        self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
+
+
+def _reduce(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if whole.dtype == torch.float16:
+        whole.div_(dist.get_world_size(group))
+    reduce_scatter(own, whole, group)
 
 
 def _write(buffer: Buffer, word: float) -> None:

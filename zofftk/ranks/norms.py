@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from zofftk import clipping
 from zofftk.device.base import COMM, DOWN, HOST, UP, Buffer, Device, Run
@@ -18,15 +18,18 @@ from zofftk.host_state import HostSegment
 from zofftk.managed import Gathered, Managed
 from zofftk.ranks.collectives import all_gather
 
+if TYPE_CHECKING:
+    from zofftk.ranks.many import ManyRanks
+
 NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
 
 
 class NormExchange:
     """The buffers of one message a rank, for a fixed list of segments."""
 
-    def __init__(self, device: Device, group: dist.ProcessGroup, segments: Sequence[HostSegment], num_params: int):
-        self._device, self._group = device, group
-        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, device: Device, ranks: ManyRanks, segments: Sequence[HostSegment], num_params: int) -> None:
+        self._device, self._ranks = device, ranks
+        self._size, self._rank = ranks.size, ranks.rank
         self._num_params = num_params
         self._counts = [max(segment.layout.rank_blocks) for segment in segments]
         self._numel = sum(self._counts) + num_params
@@ -50,8 +53,7 @@ class NormExchange:
         own_dev = self._all_dev.part(self._rank * self._numel, self._numel)
         device.copy_up("up: norms", own_dev, self._own, [Run(0, self._numel)])
         device.wait(COMM, device.record(UP), "norms on the device: they must be there before all have them")
-        gather = partial(all_gather, group=self._group)
-        device.collective("all-gather: norms", gather, self._all_dev, own_dev)
+        self._ranks.collective("all-gather: norms", all_gather, self._all_dev, own_dev)
         device.wait(DOWN, device.record(COMM), "gathered norms: those of all ranks must be there")
         device.copy_down("down: norms", self._all, self._all_dev, [Run(0, self._size * self._numel)])
         device.wait(HOST, device.record(DOWN), "arrived norms: the sums need those of all ranks")

@@ -1,0 +1,120 @@
+"""Signs of life between ranks, so that a failed collective becomes an error that names a rank and a reason.
+
+A collective that fails says that a connection was closed or that time is up. Who is gone, or where the others are
+held up, the store of torch.distributed tells: every rank writes there, once a second, that it is alive and what it
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from zofftk.errors import RankError
+
+INTERVAL_S = 1.0
+PATIENCE_S = 2.5  # a rank that gives no sign for so long is gone
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank has said last."""
+
+    number: int
+    at: str  # what it has begun
+    fault: str | None
+    is_closed: bool
+
+
+class Watch:
+    """One rank's signs. Its thread ends with `close`, or when the watch is forgotten."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        store: Any = dist.distributed_c10d._get_default_store()
+        # A connection of its own: the other one may be held by somebody who waits.
+        own = store.clone() if hasattr(store, "clone") else store
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"zofftk/{name}", own)
+        self.at = "construction"
+        self._number, self._fault, self._is_closed = 0, None, False
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._write()
+        self._thread = threading.Thread(
+            target=_keep_writing, args=(weakref.ref(self), self._end), name="zofftk-signs", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """This rank needs the others no more."""
+        self._end.set()
+        self._thread.join()
+        self._is_closed = True
+        self._try_to_write()
+
+    def blame(self, error: BaseException) -> RankError:
+        """Why a collective has failed here."""
+        self._fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self._try_to_write()
+        try:
+            before = self._read_others()
+            self._end.wait(PATIENCE_S)
+            now = self._read_others()
+        except Exception:  # the store is gone
+            return RankError(
+                f"rank {self._rank} has lost the process that holds torch.distributed's store (rank 0, or the "
+                f"launcher), at {self.at}: {self._fault}"
+            )
+        return RankError(f"rank {self._rank} cannot go on at {self.at}: {_reason(before, now)} ({self._fault})")
+
+    def _read_others(self) -> dict[int, Sign | None]:
+        signs: dict[int, Sign | None] = {}
+        for rank in range(self._size):
+            if rank != self._rank:
+                is_there = self._store.check([str(rank)])
+                signs[rank] = Sign(**json.loads(self._store.get(str(rank)))) if is_there else None
+        return signs
+
+    def _write(self) -> None:
+        with self._lock:
+            self._number += 1
+            sign = {"number": self._number, "at": self.at, "fault": self._fault, "is_closed": self._is_closed}
+            self._store.set(str(self._rank), json.dumps(sign))
+
+    def _try_to_write(self) -> bool:
+        try:
+            self._write()
+        except Exception:  # the store is gone: the collectives will say so
+            return False
+        return True
+
+
+def _reason(before: dict[int, Sign | None], now: dict[int, Sign | None]) -> str:
+    for rank, sign in now.items():
+        if sign is not None and sign.is_closed:
+            return f"rank {rank} has closed its optimizer"
+    for rank, sign in now.items():
+        if sign is None:
+            return f"rank {rank} has never begun"
+        if before[rank] == sign:
+            return f"rank {rank} has died or cannot be reached; it was at {sign.at}"
+    faulted = {rank: sign for rank, sign in now.items() if sign and sign.fault}
+    held_up = {rank: sign for rank, sign in now.items() if sign and not sign.fault}
+    if held_up:
+        return "; ".join(
+            f"rank {rank} is alive but does not come, it is at {sign.at}" for rank, sign in held_up.items()
+        )
+    return "; ".join(f"rank {rank} has failed as well, at {sign.at}" for rank, sign in faulted.items())
+
+
+def _keep_writing(reference: weakref.ref[Watch], end: threading.Event) -> None:
+    while not end.wait(INTERVAL_S):
+        watch = reference()
+        if watch is None or not watch._try_to_write():
+            return
+        del watch
