@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,11 +38,15 @@ from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy
 from zofftk.ranks.one import OneRank, Ranks
+from zofftk.ranks.slices import local_of
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
 from zofftk.totals import Totals
 from zofftk.way_up import WayUp
+
+if TYPE_CHECKING:
+    from zofftk.ranks.tensor_parallel import TensorParallel
 
 
 class Engine:
@@ -57,6 +62,7 @@ class Engine:
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
         self.ranks = ranks or OneRank(device)
+        self.tensor_parallel: TensorParallel | None = None
         self.way_up = WayUp(device, self.ranks, self.ring, self.managed)
         self.totals = Totals(device, config.wire_dtype, self.threads)
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
@@ -90,7 +96,7 @@ class Engine:
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
-            ParamSpec(i, tensor.numel(), str(wire), wire.itemsize)
+            ParamSpec(i, local_of(tensor).numel(), str(wire), wire.itemsize)
             for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True), first)
         ]
         layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs), self.ranks.size)
@@ -111,7 +117,7 @@ class Engine:
         return self.managed[first:]
 
     def _tensors_of(self, placement: Placement) -> list[torch.Tensor]:
-        return [self.managed[piece.param].tensor for piece in placement.pieces]
+        return [self.managed[piece.param].local for piece in placement.pieces]
 
     # -- during backward ---------------------------------------------------------------------------------------
 
@@ -253,9 +259,9 @@ class Engine:
     def norm(self, index: int) -> float:
         """L2 norm of the gathered gradient of one parameter; waits for it."""
         self.take_norms()
-        return math.sqrt(self._square_sum(self.managed[index]))
+        return math.sqrt(self.square_sum(self.managed[index]))
 
-    def _square_sum(self, managed: Managed) -> float:
+    def square_sum(self, managed: Managed) -> float:
         """Of the gathered gradient as it stands now: zeroed or scaled since its statistics were taken."""
         bucket = managed.buckets[0]
         if managed.index in bucket.zero:
@@ -275,6 +281,8 @@ class Engine:
             if bucket.summed:
                 self.totals.take_statistics(bucket)
         self.ranks.take_norms(self.segments, self.managed, self._norms)
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.combine_norms(self.managed, self._norms)
         self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
         self.ranks.settle(self.managed, at_step=at_step)
         for managed, square_sum in zip(self.managed, self.device.value("norm", self._norms), strict=True):
@@ -293,7 +301,7 @@ class Engine:
         self.land_all()
         self.take_norms(at_step=True)
         live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
-        norm = clipping.global_norm([self._square_sum(managed) for managed in live])
+        norm = clipping.global_norm([self.square_sum(managed) for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
         self.inside.end_step(live)
         self.exchange(self.policy.exchange(updates), early=early)
@@ -321,7 +329,7 @@ class Engine:
         for managed in live:
             managed.step += 1
             managed.filled.update(hypers[managed.index].states)
-            managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
+            managed.square_sum = self.square_sum(managed)  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if beside else self.threads
         # What comes late is exchanged behind backward, which begins with the last layers; forward needs the first ones.
         buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
@@ -369,7 +377,10 @@ class Engine:
                 bucket.forget(set(bucket.params))
 
     def drop(self) -> None:
-        """Nothing will arrive any more: parameters keep the values they have."""
+        """Nothing will arrive any more: parameters keep the values they have, and the other ranks are let go."""
+        self.ranks.close()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.close()
         self.inside.drop()
         self.way_up.drop()
 
@@ -385,4 +396,4 @@ class Engine:
         managed = self.managed[index]
         if managed.gathered is not Gathered.LIVE:
             return None
-        return gradients.read(self, managed).to(managed.tensor.device, managed.tensor.dtype)
+        return gradients.read(self, managed).to(managed.device, managed.tensor.dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zofftk.managed import Gathered, Managed
+from zofftk.managed import Managed
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def read(engine: Engine, managed: Managed) -> torch.Tensor:
     """A copy of the gathered gradient of one parameter, fp32 on the host, in its shape; waits for it."""
     engine.take_norms()
-    flat = torch.zeros(managed.tensor.numel(), dtype=torch.float32)
+    flat = torch.zeros(managed.local.numel(), dtype=torch.float32)
     for bucket in managed.buckets:
         engine.device.touch(f"read the gradient of {managed.name}", reads=[bucket.gradient_source(managed.index)])
         bucket.read_gradient(managed.index, flat)
-    return flat.div_(engine.loss_scale).view(managed.tensor.shape)
+    engine.ranks.sum_parts(flat)
+    return flat.div_(engine.loss_scale).view(managed.local.shape)
 
 
 def not_finite(engine: Engine) -> list[str]:
-    """Names of the parameters whose gathered gradient is not finite."""
-    live = [managed for managed in engine.managed if managed.gathered is Gathered.LIVE]
-    return [managed.name for managed in live if not math.isfinite(engine.norm(managed.index))]
+    """Names of the parameters whose gathered gradient is not finite, after a step that was skipped for it."""
+    return [m.name for m in engine.managed if m.is_live and not math.isfinite(engine.square_sum(m))]

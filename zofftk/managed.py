@@ -9,6 +9,7 @@ import torch
 
 from zofftk.device.base import Buffer, Event
 from zofftk.host_state import HostBucket, HostSegment
+from zofftk.ranks.slices import local_of
 from zofftk.staging import Slot
 
 
@@ -49,6 +50,11 @@ class Managed:
         self.note()
 
     @property
+    def local(self) -> torch.Tensor:
+        """What is in this rank's memory: the parameter itself, or a DTensor's slice."""
+        return local_of(self.tensor)
+
+    @property
     def is_live(self) -> bool:
         """There is a gradient for the coming update, here or on another rank."""
         return self.gathered is Gathered.LIVE or self.elsewhere
@@ -65,7 +71,7 @@ class Managed:
         return self.tensor._version != self.version or self.place != self._place()
 
     def _place(self) -> tuple[int, torch.dtype]:
-        return self.tensor.untyped_storage()._cdata, self.tensor.dtype
+        return self.local.untyped_storage()._cdata, self.tensor.dtype
 
     def complaint(self, tensor: torch.Tensor) -> str | None:
         """Why the engine cannot go on with `tensor`, which the parameter has become."""

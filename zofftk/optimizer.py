@@ -22,7 +22,7 @@ from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
 from zofftk.policies import forget_kept, kept_params
-from zofftk.ranks.opening import open_ranks
+from zofftk.ranks.opening import open_ranks, open_tensor_parallel
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
@@ -63,7 +63,9 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
         device = merged.device or device_for(self._all_params(), merged)
-        self._engine = Engine(merged, device, self.rule, open_ranks(merged, device))
+        params = self._all_params()
+        self._engine = Engine(merged, device, self.rule, open_ranks(merged, device, params))
+        self._engine.tensor_parallel = open_tensor_parallel(merged, device, params)
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
@@ -328,7 +330,6 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         try:
             engine.device.close()
         finally:
-            engine.ranks.close()
             engine.drop()
             release_workers()
 

@@ -107,7 +107,7 @@ def refresh(engine: Engine, managed: Managed) -> None:
     engine.finish()
     masters = [bucket.master for bucket in managed.buckets]
     engine.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
-    whole = managed.tensor.detach().reshape(-1)
+    whole = managed.local.detach().reshape(-1)
     for start, master in managed.segment.parts(MASTER, managed.index):
         value = whole[start : start + master.numel()].to(master.device)
         changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value

@@ -65,7 +65,7 @@ class WayUp:
         torch.autograd.graph.increment_version(managed.tensor)
         managed.note()
         land = partial(self.land, managed)
-        if _has_aliases(managed.tensor) or not pending.mark(managed.tensor, land):
+        if _has_aliases(managed.local) or managed.local is not managed.tensor or not pending.mark(managed.tensor, land):
             land()
 
     def is_under_way(self, managed: Managed) -> bool:
@@ -105,7 +105,8 @@ class WayUp:
             self._device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
             written = [managed.name for managed in landed if managed.tensor._version != managed.version]
             data = arrival.slot.typed(bucket.bucket, arrival.update.wire.tensor.dtype)
-            self._device.copy_back(f"copy back: {bucket.label}", data, placement, [m.tensor for m in landed])
+            self._device.copy_back(f"copy back: {bucket.label}", data, placement, [m.local for m in landed])
+            torch.autograd.graph.increment_version([m.tensor for m in landed if m.local is not m.tensor])
             for managed in landed:
                 managed.version = managed.tensor._version
             emptied = self._device.record(COMPUTE)

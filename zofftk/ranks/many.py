@@ -12,9 +12,8 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +25,9 @@ from zofftk.errors import RankError
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_scatter
+from zofftk.ranks.group import RankGroup
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
-from zofftk.ranks.watch import Watch
+from zofftk.ranks.slices import local_of
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
@@ -36,19 +36,17 @@ NEWS = 0.5  # added to NORM or STEP: the rank has gradients whose norm is not kn
 
 
 class ManyRanks:
-    """See the module. `group` is used by nobody else."""
+    """See the module."""
 
-    def __init__(self, device: Device, group: dist.ProcessGroup, threads: int) -> None:
-        self.group = group
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, device: Device, group: RankGroup, threads: int) -> None:
+        self._group = group
+        self.size, self.rank = group.size, group.rank
         self.has_news = True
         self._device, self._threads = device, threads
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
         self._buckets: list[HostBucket] = []  # all, in the order they leave in
         self._norms: NormExchange | None = None
-        device.open_comm()
-        self._watch = Watch(group, group.group_name)
         self._word = device.buffer("word to the ranks", 1, torch.float64, "host", on_link=True)
         self._words = device.buffer("words of all ranks", self.size, torch.float64, "host", on_link=True)
         self._words_dev = device.buffer("words of all ranks on the device", self.size, torch.float64, "device")
@@ -56,14 +54,15 @@ class ManyRanks:
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         described = [(name, tuple(t.shape), str(t.dtype)) for name, t in zip(names, tensors, strict=True)]
         others: list[list[tuple[str, tuple[int, ...], str]]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(others, described, group=self.group)
+        dist.all_gather_object(others, described, group=self._group.process_group)
         for rank, other in enumerate(others):
             if other != others[0]:
                 raise RuntimeError(
                     f"ranks 0 and {rank} do not train the same parameters: {_difference(others[0], other)}"
                 )
+        group = self._group.process_group
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), dist.get_global_rank(self.group, 0), group=self.group)
+            dist.broadcast(local_of(tensor).detach(), dist.get_global_rank(group, 0), group=group)
             torch.autograd.graph.increment_version(tensor)
 
     # -- order -------------------------------------------------------------------------------------------------
@@ -133,7 +132,7 @@ class ManyRanks:
         own = self._words_dev.part(self.rank, 1)
         device.copy_up("up: word", own, self._word, [Run(0, 1)])
         device.wait(COMM, device.record(UP), "word on the device: it must be there before all have it")
-        self.collective("all-gather: words", all_gather, self._words_dev, own)
+        self._group.collective("all-gather: words", all_gather, self._words_dev, own)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class ManyRanks:
     def bring_down(self, bucket: HostBucket, slot: Slot, data: Buffer, present: set[int]) -> Event:
         device, label, own = self._device, bucket.label, self._own_part(bucket, data)
         device.wait(COMM, device.record(COMPUTE), f"packed: {label} must be complete before it leaves")
-        self.collective(f"reduce-scatter: {label}", _reduce, own, data)
+        self._group.collective(f"reduce-scatter: {label}", _reduce, own, data)
         device.wait(DOWN, device.record(COMM), f"reduced: {label} must be complete before it leaves")
         if bucket.counted is not None:
             device.wait(DOWN, bucket.counted, f"counted: {label} must have been read before it is overwritten")
@@ -169,14 +168,14 @@ class ManyRanks:
         device.copy_up(f"up: {label}", own, update.wire, bucket.runs(update.present))
         sent = device.record(UP)
         device.wait(COMM, sent, f"sent: {label} must be on the device before all have it")
-        self.collective(f"all-gather: {label}", all_gather, data, own)
+        self._group.collective(f"all-gather: {label}", all_gather, data, own)
         return sent, device.record(COMM)
 
     # -- norms -------------------------------------------------------------------------------------------------
 
     def take_norms(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer) -> None:
         if self._norms is None or not self._norms.fits(segments, len(managed)):
-            self._norms = NormExchange(self._device, self, segments, len(managed))
+            self._norms = NormExchange(self._device, self._group, segments, len(managed))
         self._norms.run(segments, managed, norms)
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
@@ -204,22 +203,14 @@ class ManyRanks:
                 "use the option max_grad_norm in place of clip_grad_norm_"
             )
 
-    def collective(self, label: str, operation: Callable[[Any, Any, Any], None], dst: Buffer, src: Buffer) -> None:
-        watch, group = self._watch, self.group
-
-        def run(into: torch.Tensor, out_of: torch.Tensor) -> None:
-            watch.at = label
-            try:
-                operation(into, out_of, group)
-            except RuntimeError as error:
-                raise watch.blame(error) from error
-
-        self._device.collective(label, run, dst, src)
+    def sum_parts(self, flat: torch.Tensor) -> None:
+        """Of a gradient of which each rank has filled in its parts: all of it. Nothing else is under way."""
+        moved = flat.to(self._words_dev.tensor.device)
+        dist.all_reduce(moved, group=self._group.process_group)
+        flat.copy_(moved)
 
     def close(self) -> None:
-        self._watch.close()
-        if dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        self._group.close()
 
 
 def _reduce(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +16,7 @@ from zofftk.device.base import COMM, DOWN, HOST, UP, Buffer, Device, Run
 from zofftk.host_state import HostSegment
 from zofftk.managed import Gathered, Managed
 from zofftk.ranks.collectives import all_gather
-
-if TYPE_CHECKING:
-    from zofftk.ranks.many import ManyRanks
+from zofftk.ranks.group import RankGroup
 
 NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
 
@@ -27,7 +24,7 @@ NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
 class NormExchange:
     """The buffers of one message a rank, for a fixed list of segments."""
 
-    def __init__(self, device: Device, ranks: ManyRanks, segments: Sequence[HostSegment], num_params: int) -> None:
+    def __init__(self, device: Device, ranks: RankGroup, segments: Sequence[HostSegment], num_params: int) -> None:
         self._device, self._ranks = device, ranks
         self._size, self._rank = ranks.size, ranks.rank
         self._num_params = num_params

@@ -73,6 +73,10 @@ class Ranks(Protocol):
         """After `take_norms` has ended: what has been gathered is what any rank has gathered."""
         ...
 
+    def sum_parts(self, flat: torch.Tensor) -> None:
+        """Of a gradient of which each rank has filled in its parts: all of it."""
+        ...
+
     def close(self) -> None:
         """Let go of what the ranks share."""
         ...
@@ -135,6 +139,9 @@ class OneRank:
         device.host_task("norm", clipping.sum_blocks(segments, norms), reads=sums, writes=[norms])
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
+        return
+
+    def sum_parts(self, flat: torch.Tensor) -> None:
         return
 
     def close(self) -> None:

@@ -2,34 +2,67 @@
 
 from __future__ import annotations
 
-import datetime
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
+from zofftk.config import OffloadConfig
 from zofftk.device.base import Device
 from zofftk.ranks.one import OneRank, Ranks
+from zofftk.ranks.slices import mesh_of
 from zofftk.threads import usable_threads
 
 if TYPE_CHECKING:
-    from zofftk.config import OffloadConfig
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from zofftk.ranks.tensor_parallel import TensorParallel
 
 
-def open_ranks(config: OffloadConfig, device: Device) -> Ranks:
-    """Of `config.process_group`, by default of all that `torch.distributed` knows."""
-    group = config.process_group
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
+def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Tensor]) -> Ranks:
+    """Of `config.process_group`; by default of all ranks that hold other data and the same slices."""
+    if not (dist.is_available() and dist.is_initialized()):
         return OneRank(device)
+    mesh = mesh_of(params)
+    ranks = _data_parallel_ranks(config, mesh)
+    if mesh is not None and set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
+        raise ValueError(
+            f"process_group is that of ranks {ranks}, some of which hold other slices of the parameters, on {mesh}: "
+            "expected the group of the data-parallel dimension, such as mesh['dp'].get_group()"
+        )
+    if len(ranks) == 1:
+        return OneRank(device)
+    from zofftk.ranks.group import RankGroup
     from zofftk.ranks.many import ManyRanks
 
-    timeout = config.rank_timeout_s
-    # A group of our own: what the caller sends through theirs comes in no fixed order with what is sent here.
-    own = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
-        use_local_synchronization=True,
-    )
-    assert isinstance(own, dist.ProcessGroup)
-    return ManyRanks(device, own, config.threads or usable_threads())
+    group = RankGroup(device, ranks, config.rank_timeout_s)
+    return ManyRanks(device, group, config.threads or usable_threads())
+
+
+def open_tensor_parallel(
+    config: OffloadConfig, device: Device, params: Sequence[torch.Tensor]
+) -> TensorParallel | None:
+    """The ranks with the other slices, if parameters are DTensors on more than one."""
+    mesh = mesh_of(params)
+    if mesh is None or mesh.size() == 1:
+        return None
+    from zofftk.ranks.tensor_parallel import TensorParallel
+
+    return TensorParallel(device, mesh, config.rank_timeout_s)
+
+
+def _data_parallel_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list[int]:
+    group = config.process_group
+    if group is None and mesh is not None:
+        root = mesh._get_root_mesh()
+        others = [name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
+        if root.ndim == 1 and root.size() == dist.get_world_size():
+            return [dist.get_rank()]
+        if len(others) != 1 or root.size() != dist.get_world_size():
+            raise ValueError(
+                f"parameters are DTensors on {mesh}, a part of {root}: give process_group=, the group of the ranks "
+                "that hold the same slices and train on other data"
+            )
+        group = root[others[0]].get_group()
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
