@@ -57,9 +57,7 @@ class ManyRanks:
         dist.all_gather_object(others, described, group=self._group.process_group)
         for rank, other in enumerate(others):
             if other != others[0]:
-                raise RuntimeError(
-                    f"ranks 0 and {rank} do not train the same parameters: {_difference(others[0], other)}"
-                )
+                raise RankError(f"ranks 0 and {rank} do not train the same parameters: {_difference(others[0], other)}")
         group = self._group.process_group
         for tensor in tensors:
             dist.broadcast(local_of(tensor).detach(), dist.get_global_rank(group, 0), group=group)
