@@ -95,21 +95,21 @@ class Watch:
 
 
 def _reason(before: dict[int, Sign | None], now: dict[int, Sign | None]) -> str:
-    for rank, sign in now.items():
-        if sign is not None and sign.is_closed:
-            return f"rank {rank} has closed its optimizer"
+    """The first cause: a rank that has failed as well, and closed then, is none."""
     for rank, sign in now.items():
         if sign is None:
             return f"rank {rank} has never begun"
-        if before[rank] == sign:
+        if sign == before[rank] and not sign.is_closed:
             return f"rank {rank} has died or cannot be reached; it was at {sign.at}"
-    faulted = {rank: sign for rank, sign in now.items() if sign and sign.fault}
-    held_up = {rank: sign for rank, sign in now.items() if sign and not sign.fault}
-    if held_up:
-        return "; ".join(
-            f"rank {rank} is alive but does not come, it is at {sign.at}" for rank, sign in held_up.items()
-        )
-    return "; ".join(f"rank {rank} has failed as well, at {sign.at}" for rank, sign in faulted.items())
+    signs = {rank: sign for rank, sign in now.items() if sign is not None}
+    for rank, sign in signs.items():
+        if sign.is_closed and not sign.fault:
+            return f"rank {rank} has closed its optimizer"
+    held_up = [
+        f"rank {rank} is alive but does not come, it is at {sign.at}" for rank, sign in signs.items() if not sign.fault
+    ]
+    failed = [f"rank {rank} has failed as well, at {sign.at}" for rank, sign in signs.items()]
+    return "; ".join(held_up or failed)
 
 
 def _keep_writing(reference: weakref.ref[Watch], end: threading.Event) -> None:
