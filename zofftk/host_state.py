@@ -124,6 +124,7 @@ class HostSegment:
 
     def __post_init__(self) -> None:
         self._parts = _merged_parts(self.buckets)
+        self.num_ranks = len(self.layout.rank_blocks)
 
     @property
     def host_bytes(self) -> int:

@@ -354,6 +354,14 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         extras = {"loss_scale": self._scale.state(), "delayed": late}
         return saved | {key: value for key, value in extras.items() if value is not None}
 
+    def show_states(self) -> dict[str, Any]:
+        """`state_dict()` with a state for every parameter, also before the first step: what `load_sharded` fills."""
+        engine = self._require_engine()
+        for managed in engine.managed:
+            managed.segment.have(engine.device, self._states_of([managed.tensor]))
+            states.publish(engine, self.rule, self.state, managed, all_of=True)
+        return self.state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits.
 

@@ -24,6 +24,12 @@ def resolved(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
+def loadable(state: dict[str, Any]) -> dict[str, Any]:
+    """The same, of optimizers also the states that there are only from the first step on."""
+    shown = {key: value.show_states() for key, value in state.items() if hasattr(value, "show_states")}
+    return resolved(state | shown)
+
+
 def saveable(state: dict[str, Any], *, copied: bool) -> dict[str, Any]:
     """What is to be saved of `state`, in dicts and lists of its own; `copied`, with tensors of its own on the CPU.
 

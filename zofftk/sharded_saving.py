@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from zofftk import atomic_folder, manifest
 from zofftk.rank_group import RankGroup
-from zofftk.sharded_content import Wanted, check_held, resolved, saveable, wanted
+from zofftk.sharded_content import Wanted, check_held, loadable, saveable, wanted
 from zofftk.sharded_files import is_ours, summing_writer
 from zofftk.sharded_loading import Loading, whole_checkpoint
 
@@ -150,7 +150,7 @@ def load_sharded(
     """
     ranks = _ready_ranks(group)
     place = ranks.first(lambda: whole_checkpoint(Path(folder)))
-    loading = Loading(place, resolved(state))
+    loading = Loading(place, loadable(state))
     ranks.each(lambda: loading.verify(ranks.rank, ranks.size, checksums=check))
     ranks.each(lambda: loading.plan(strict=strict))
     ranks.each(loading.read_values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import torch
@@ -19,33 +19,36 @@ from zofftk.state_dict import MASTER, saved_step
 Shown = MutableMapping[torch.Tensor, Any]  # `optimizer.state`
 
 
-def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed) -> None:
-    """Show the host's states of a parameter, as views, beside what the user has put there."""
+def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed, *, all_of: bool = False) -> None:
+    """Show the host's states of a parameter, as views, beside what the user has put there; `all_of`: empty ones too."""
     state = shown.get(managed.tensor)
     if not isinstance(state, HostViews) or not state:
         own = {"step", MASTER, *rule.states}
         others = {} if state is None else {key: value for key, value in state.items() if key not in own}
         state = HostViews(managed.index, finisher(engine), step=torch.zeros((), dtype=torch.float32))
-        _show(rule, state, managed)
+        _show(rule, state, managed, managed.filled)
         for key, value in others.items():
             state[key] = value
         shown[managed.tensor] = state
-    _show(rule, state, managed)
+    _show(rule, state, managed, managed.segment.arenas.keys() if all_of else managed.filled)
     state.count(managed.step)
 
 
-def _show(rule: Rule, state: HostViews, managed: Managed) -> None:
+def _show(rule: Rule, state: HostViews, managed: Managed, names: Collection[str]) -> None:
     for name in (*rule.states, MASTER):
-        if (name == MASTER or name in managed.filled) and not state.shows(name):
+        if (name == MASTER or name in names) and not state.shows(name):
             state.show(name, shown_state(managed, name))
 
 
 def shown_state(managed: Managed, name: str) -> torch.Tensor:
-    """A state in the shape of the parameter, as a view of the host's memory; over ranks, what this one has of it."""
+    """A state in the shape of the parameter, as a view of the host's memory; over ranks, a `ShardedState`."""
     parts = managed.segment.parts(name, managed.index)
-    if len(parts) == 1 and parts[0][1].numel() == managed.shape.numel():
-        return parts[0][1].view(managed.shape)
-    return torch.cat([part for _, part in parts]) if parts else torch.empty(0)
+    if managed.segment.num_ranks == 1:
+        ((_, flat),) = parts
+        return flat.view(managed.shape)
+    from zofftk.sharded_state import ShardedState  # torch's checkpoints take long to import
+
+    return ShardedState(managed.shape, torch.float32, parts)
 
 
 def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:
@@ -66,14 +69,22 @@ def load(
     managed.filled = {name for name in rule.states if name in given}
     managed.segment.have(engine.device, managed.filled)
     for name in managed.segment.arenas:
-        for start, part in managed.segment.parts(name, managed.index):
-            if name in given:
-                whole = given[name].reshape(-1)
-                (files or FileMappings()).copy(part, whole[start : start + part.numel()])
-            elif name != MASTER:
-                part.zero_()
+        view = shown_state(managed, name)
+        if name in given:
+            _copy(view, given[name], files or FileMappings())
+        elif name != MASTER:
+            view.zero_()
     managed.step = 0 if saved is None else int(saved_step(saved))
     managed.is_loaded = managed.is_loaded or saved is not None
+
+
+def _copy(view: torch.Tensor, value: torch.Tensor, files: FileMappings) -> None:
+    if hasattr(value, "parts"):  # a `ShardedState`, of this optimizer or one that shares in the same way
+        view.copy_(value)
+    elif hasattr(view, "read_from"):
+        view.read_from(value, files)  # type: ignore[attr-defined]
+    else:
+        files.copy(view, value)
 
 
 def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) -> None:
