@@ -21,7 +21,6 @@ from zofftk.errors import StoppedError
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
-from zofftk.policies import forget_kept, kept_params
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
@@ -152,6 +151,8 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         for group in self.param_groups:
             self.rule.check_group(group)
         states.take_over_edits(engine, self.rule, self.state, at_step=True)
+        if not engine.policy.is_late:
+            lateness.flush(engine)  # loaded values, which this step does not hold back
         norm = engine.step(self._hypers(engine), early=bool(self.overlaps))
         self.last_grad_norm = norm
         self._steps += 1
@@ -186,7 +187,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
             self.state[new] = self.state.pop(old)
         self._managed[id(new)] = self._managed.pop(id(old))
         self._stand_ins.move(managed, new)
-        states.refresh(self._require_engine(), managed)
+        states.refresh_unless_late(self._require_engine(), managed)
 
     def _hypers(self, engine: Engine) -> dict[int, Hyper]:
         """Of every parameter, with room for the moments they ask for."""
@@ -301,13 +302,8 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         While a delayed update is late, only what torch has seen is taken over, and drops that parameter's update; call
         `flush()` before writing otherwise.
         """
-        late = kept_params((engine := self._require_engine()).policy)
-        for managed in engine.managed:
-            if managed.index in late:
-                if not managed.is_edited:
-                    continue  # its master is ahead of it
-                forget_kept(engine.policy, managed.index)
-            states.refresh(engine, managed)
+        for managed in (engine := self._require_engine()).managed:
+            states.refresh_unless_late(engine, managed)
 
     def close(self) -> None:
         """Remove the hooks and end the engine's threads; the states stay readable. Idempotent."""
@@ -316,6 +312,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
             return
         try:
             with suppress(StoppedError):  # the fault has been raised before; what was under way is lost
+                lateness.let_edits_stand(engine)
                 lateness.flush(engine)
                 engine.way_up.land_all()
         finally:
@@ -368,7 +365,8 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         engine.way_up.land_all()
         engine.finish()
         super().load_state_dict({"state": {}, "param_groups": groups_to_load(self.rule, state_dict["param_groups"])})
-        self._manage([param for param in self._all_params() if param.requires_grad])
+        late = {id(param) for param in lateness.late_params(state_dict.get("delayed"), self._all_params())}
+        self._manage([param for param in self._all_params() if param.requires_grad or id(param) in late])
         files = FileMappings()
         for param in self._all_params():
             managed, state = self._managed.get(id(param)), saved.get(id(param))
