@@ -36,6 +36,9 @@ def run(program: Program) -> None:
             _compare(user, plain, full=user.handle is None or op.name == "check")
         done = "close()"
         user.close()
+        plain.close()
+        for position, (param, other) in enumerate(zip(user.params, plain.params, strict=True)):
+            assert_same_bits(param.detach(), other.detach(), f"parameter {position}")
     except Exception as error:
         with suppress(Exception):
             user.close()
