@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from tests.programs.draw import draw
-from tests.programs.draw_runs import draw_with_runs, one_backward_a_step
+from tests.programs.draw_runs import draw_with_runs
 from tests.programs.follower import follow, followable
+from tests.programs.one_backward import with_one_backward
 from tests.programs.run import difference, run, shrink
 from zofftk import cpu_kernels
 from zofftk.cpu_adam import adamw_step
+from zofftk.device.emulated import EmulatedDevice
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 BLOCK = 50
@@ -79,17 +82,21 @@ def test_a_seed_gives_the_same_program_again(drawn):
 def test_what_is_added_leaves_the_choices_of_a_seed_as_they_are():
     for seed in range(30):
         base, program = draw(seed), draw_with_runs(seed)
+        if "backwards_per_step" in program.options:
+            base = with_one_backward(base)
         assert dataclasses.replace(program, ops=[], options={}) == dataclasses.replace(base, ops=[], options={})
         assert base.options.items() <= program.options.items()
 
 
-def test_programs_with_one_backward_a_step():
-    for seed in range(30):
-        kept, since = one_backward_a_step(draw(seed).ops), 0
-        for op in kept:
-            assert op.name != "broken_backward"
-            if op.name == "backward":
-                assert op.args["how"] in ("one", "both", "inputs")
-            since += op.name in ("backward", "scaled_step", "step_with_closure")
-            assert since <= 1
-            since = 0 if op.name == "zero_grad" else since
+def test_values_go_up_inside_backward_where_there_is_one_a_step(monkeypatch):
+    inside = []
+    copy_up = EmulatedDevice.copy_up
+
+    def noted(*args):
+        inside.append(torch._C._current_graph_task_id() != -1)
+        copy_up(*args)
+
+    monkeypatch.setattr(EmulatedDevice, "copy_up", noted)
+    for seed in range(12):
+        assert difference(with_one_backward(draw_with_runs(seed))) is None
+    assert any(inside)

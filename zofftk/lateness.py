@@ -19,7 +19,7 @@ logger = logging.getLogger("zofftk")
 
 def flush(engine: Engine) -> None:
     """Send what is late to the parameters now."""
-    engine.way_up.land_all()  # what was late before, of the same buckets
+    engine.land_all()  # what was late before, of the same buckets
     check_edits(engine)
     note_loaded(engine)
     engine.exchange(take_kept(engine.policy))
@@ -109,7 +109,7 @@ def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Te
     tensors = {id(param) for param in late_params(saved, params)}
     late = {managed.index for managed in engine.managed if id(managed.tensor) in tensors}
     updates = [_kept_update(engine, bucket, late & bucket.pieces.keys()) for bucket in engine.buckets]
-    engine.policy.kept = [update for update in updates if update.present]
+    engine.policy.kept = {update.bucket: update for update in updates if update.present}
 
 
 def _kept_update(engine: Engine, bucket: HostBucket, present: set[int]) -> Update:

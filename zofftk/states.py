@@ -91,7 +91,7 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
 
 def refresh_unless_late(engine: Engine, managed: Managed) -> None:
     """As `refresh`; what is late of a parameter goes before, unless torch has seen a write into it since."""
-    if any(managed.index in update.present for update in engine.policy.kept):
+    if any(managed.index in update.present for update in engine.policy.kept.values()):
         if managed.is_loaded or not managed.is_edited:
             return  # its master is ahead of it
         forget_kept(engine.policy, managed.index)
@@ -100,7 +100,7 @@ def refresh_unless_late(engine: Engine, managed: Managed) -> None:
 
 def refresh(engine: Engine, managed: Managed) -> None:
     """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
-    engine.way_up.land_all()
+    engine.land_all()
     engine.finish()
     master = managed.segment.view("master", managed.index, managed.tensor.shape)
     value = managed.tensor.detach().to(master.device)

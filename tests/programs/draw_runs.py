@@ -10,10 +10,7 @@ import random
 from typing import Any
 
 from tests.programs.draw import Op, Program, draw, draw_options
-
-WRITES = ("edit", "edit_data", "load_weights")
-# Further options of programs with one backward a step: a kind of exchange that needs that belongs here.
-ONE_BACKWARD: list[dict[str, Any]] = [{}]
+from tests.programs.one_backward import WRITES, with_one_backward
 
 
 def draw_with_runs(seed: int) -> Program:
@@ -22,10 +19,9 @@ def draw_with_runs(seed: int) -> Program:
 
 def with_runs(program: Program) -> Program:
     rng = random.Random(f"policy {program.seed}")
-    ops, further = _with_room_for_writes(rng, program.ops), {}
-    if rng.random() < 0.1:
-        ops, further = one_backward_a_step(ops), rng.choice(ONE_BACKWARD)
-    options = {**program.options, **_policy(rng), **further}
+    ops = _with_room_for_writes(rng, program.ops)
+    has_one_backward = rng.random() < 0.2
+    options = {**program.options, **_policy(rng)}
     while rng.random() < 0.5:
         ops.insert(rng.randint(0, len(ops)), _alone(rng))
     while rng.random() < 0.4:
@@ -34,9 +30,9 @@ def with_runs(program: Program) -> Program:
         ops.insert(saved, Op("save_run", _save(rng)))
     for number, op in enumerate(ops):
         if op.name in ("reload", "resume"):
-            of_the_new = {**op.args["options"], **_policy(rng), **further}
-            ops[number] = Op(op.name, {**op.args, "options": of_the_new})
-    return dataclasses.replace(program, options=options, ops=ops)
+            ops[number] = Op(op.name, {**op.args, "options": {**op.args["options"], **_policy(rng)}})
+    program = dataclasses.replace(program, options=options, ops=ops)
+    return with_one_backward(program) if has_one_backward else program
 
 
 def _policy(rng: random.Random) -> dict[str, Any]:
@@ -74,23 +70,3 @@ def _resume(rng: random.Random) -> dict[str, Any]:
         "frozen_as_saved": rng.random() < 0.5,
         "hand_over": rng.choice([None, "before", "after"]),
     }
-
-
-def one_backward_a_step(ops: list[Op]) -> list[Op]:
-    """The program with one backward before each step, and a zero_grad after it."""
-    kept: list[Op] = []
-    had_one = False
-    for op in ops:
-        brings_one = op.name in ("backward", "broken_backward", "scaled_step", "step_with_closure")
-        if (brings_one and (had_one or op.name == "broken_backward")) or (op.name == "step" and not had_one):
-            continue
-        if op.name == "backward":
-            had_one = True
-            if op.args["how"] in ("twice", "retained"):
-                op = Op(op.name, {**op.args, "how": "one"})
-        kept.append(op)
-        if "step" in op.name:
-            kept.append(Op("zero_grad", {"set_to_none": True}))
-        if "step" in op.name or op.name == "zero_grad":
-            had_one = False
-    return kept

@@ -42,7 +42,7 @@ TORCHS = {
     "SGD": torch.optim.SGD,
     "nesterov": torch.optim.SGD,
 }
-TORCHS_OPTIONS = {"wire_dtype": None, "update": "synchronous"}
+TORCHS_OPTIONS = {"wire_dtype": None, "update": "synchronous"}  # what is left of them it does not look at
 RELATIVE = 1e-5  # of torch's norms in fp32 against sums in fp64, which clipping brings into everything
 TINY = 1e-30  # where fp32 runs out of exponents
 
