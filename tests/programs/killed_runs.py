@@ -25,13 +25,13 @@ def newest(folder: Path) -> Path | None:
     return max(folder.glob("*.pt"), default=None)
 
 
-def by_command(folder: Path) -> str:
+def by_command(folder: Path, *options: str) -> str:
     """`zofftk train --save-every 1`, then `--resume`."""
     path, text = folder / "run.pt", folder / "text.py"
     begun = len(list(folder.glob("out/*")))
     kept = ["--save-every", "1", "--save", path, "--out", folder / "out", "--name", f"part {begun}"]
     command: list[Any] = ["train", "--preset", "tiny", "--data", text, "--steps", STEPS]
-    command += ["--batch-size", 2, "--seq-len", 16]
+    command += ["--batch-size", 2, "--seq-len", 16, *options]
     if path.exists():
         command = ["train", "--resume", path]
     else:
@@ -116,7 +116,8 @@ def late(after: int) -> dict[str, Any]:
 
 RUNS: dict[str, Callable[[Path], str]] = {
     "zofftk train": by_command,
-    "delayed AdamW": Script(zofftk.OffloadAdamW, late(2), is_handed_over=True),
+    "zofftk train, delayed": lambda folder: by_command(folder, "--update", "delayed", "--delay-after", "2"),
+    "delayed AdamW": Script(zofftk.OffloadAdamW, {"backwards_per_step": 1, **late(2)}, is_handed_over=True),
     "delayed AdamW in one file": Script(zofftk.OffloadAdamW, late(0), is_one_file=True),
     "Lion in one file": Script(zofftk.OffloadLion, is_handed_over=True, is_one_file=True),
     "delayed SGD": Script(zofftk.OffloadSGD, {"momentum": 0.9, **late(1)}, dtype=torch.float32),

@@ -18,7 +18,8 @@ DROP_GRADIENTS = ("broken_backward", "scaled_step", "drop_grad", "drop_all", "pu
 def with_one_backward(program: Program) -> Program:
     blocks = [dataclasses.replace(block, checkpoint=False if block.checkpoint else None) for block in program.blocks]
     ops = [_with_option(op) for op in one_backward_a_step(program.ops)]
-    return dataclasses.replace(program, blocks=blocks, options={**program.options, **OPTION}, ops=ops)
+    late = {"update": "delayed", "delay_after": program.options["delay_after"] // 2}
+    return dataclasses.replace(program, blocks=blocks, options={**program.options, **late, **OPTION}, ops=ops)
 
 
 def _with_option(op: Op) -> Op:
