@@ -367,3 +367,24 @@ def test_dropping_it_without_close_says_so(caplog):
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         zofftk.OffloadAdamW([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_a_flush_right_after_loading():
+    model = mlp()
+    opt = delayed(model)
+    train(model, opt, range(4))
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())
+    opt.flush()
+    for model_first in (True, False):
+        twin = mlp()
+        other = delayed(twin)
+        if model_first:
+            twin.load_state_dict(weights)
+        other.load_state_dict(states)
+        if not model_first:
+            twin.load_state_dict(weights)
+        other.flush()
+        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+            assert_same_bits(p.detach(), q.detach())
+        other.close()
+    opt.close()
