@@ -29,7 +29,7 @@ sanitize:
 		echo "make sanitize needs CMake (Debian: apt install cmake)." >&2; exit 1; }
 	$(CMAKE_BIN)cmake --log-level=NOTICE -S csrc -B build/cpp -DZOFFTK_CPP_TESTS=ON -DCMAKE_BUILD_TYPE=Release \
 		-DCMAKE_RULE_MESSAGES=OFF
-	$(CMAKE_BIN)cmake --build build/cpp --parallel $$(nproc)
+	MAKEFLAGS=--no-print-directory $(CMAKE_BIN)cmake --build build/cpp --parallel $$(nproc)
 	cd build/cpp && $(CMAKE_BIN)ctest --output-on-failure --timeout 300 --parallel $$(nproc)
 
 clean:

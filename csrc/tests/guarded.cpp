@@ -50,6 +50,7 @@ Guarded::~Guarded() { munmap(base_, mapped_); }
 std::vector<float> Guarded::values() const {
   const auto* const halves = static_cast<const uint16_t*>(data_);
   std::vector<float> wide;
+  wide.reserve(static_cast<size_t>(n_));
   for (int64_t i = 0; i < n_ && dtype_ != Dtype::none; ++i) {
     wide.push_back(dtype_ == Dtype::float32    ? floats()[i]
                    : dtype_ == Dtype::bfloat16 ? bf16_to_float(halves[i])
@@ -60,6 +61,7 @@ std::vector<float> Guarded::values() const {
 
 std::vector<uint32_t> Guarded::bits() const {
   std::vector<uint32_t> found;
+  found.reserve(static_cast<size_t>(n_));
   for (const float value : values()) found.push_back(std::isnan(value) ? 0x7FC00000u : bits_of(value));
   return found;
 }

@@ -34,8 +34,9 @@ if(NOT setarch_failed)
   set(in_place setarch -R)
 endif()
 add_test(NAME thread COMMAND ${in_place} $<TARGET_FILE:cpp_tests_thread> --serial-children)
+set_tests_properties(thread PROPERTIES ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")
 
-# On emulated processors as well, so that some run chooses, and stands, the code for older ones, whatever this machine has.
+# On emulated processors as well, so that some run chooses, and stands, the code for older ones.
 find_program(QEMU qemu-x86_64)
 if(QEMU)
   execute_process(COMMAND ${QEMU} --version OUTPUT_VARIABLE qemu_version)
