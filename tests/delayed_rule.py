@@ -134,17 +134,27 @@ class Pair:
             zofftk.offload(model, opt)
         return model, opt
 
-    def backward(self, loss: Callable[[nn.Module, int], torch.Tensor], step: int | None = None) -> None:
-        """One backward on each side; the losses have the same bits."""
+    def backward(
+        self,
+        loss: Callable[[nn.Module, int], torch.Tensor],
+        step: int | None = None,
+        scaled: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda loss: loss, lambda loss: loss),
+    ) -> None:
+        """One backward on each side, on what `scaled` makes of its loss; the losses have the same bits."""
         step = self.steps if step is None else step
         ours, theirs = loss(self.model, step), loss(self.twin, step)
         assert_same_bits(ours, theirs, f"loss of step {step}")
-        ours.backward()
-        theirs.backward()
+        scaled[0](ours).backward()
+        scaled[1](theirs).backward()
 
     def step(self) -> None:
         for each in (self.opt, self.plain):
             each.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """The end of a step."""
+        for each in (self.opt, self.plain):
             each.zero_grad()
         self.steps += 1
 
