@@ -61,3 +61,9 @@ def no_threads_left(request):
         if thread.name.startswith("zofftk-") and thread not in before:
             thread.join(timeout=5)
             assert not thread.is_alive(), thread.name
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Small gradients are taken one by one, as large ones are."""
+    monkeypatch.setattr("zofftk.hooks.INBOX_SIZE", 1)

@@ -35,6 +35,8 @@ class OffloadConfig:
         update: "synchronous", or "delayed": the host applies a gradient while the next step computes, and the
             parameters get their values one step late.
         delay_after: steps that are synchronous before the delay begins.
+        backwards_per_step: announces how many backwards bring the gradients of a step. With 1, delayed values are
+            exchanged behind the gradients inside backward, wherever that is right; a second backward is an error.
         threads: threads of the update; None: as many as the process may use.
         pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.
         device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
@@ -48,6 +50,7 @@ class OffloadConfig:
     loss_scale: LossScale | float | None = None
     update: str = "synchronous"
     delay_after: int = 40
+    backwards_per_step: int | None = None
     threads: int | None = None
     pinned_bytes: int | None = None
     device: Device | None = None
@@ -69,6 +72,9 @@ class OffloadConfig:
             raise ValueError(f"update must be one of {', '.join(UPDATES)}, got {self.update!r}")
         if not _is_integer(self.delay_after) or self.delay_after < 0:
             raise ValueError(f"delay_after must be 0 or more steps, got {self.delay_after!r}")
+        backwards = self.backwards_per_step
+        if backwards is not None and (not _is_integer(backwards) or backwards < 1):
+            raise ValueError(f"backwards_per_step must be 1 or more, or None, got {backwards!r}")
         if self.threads is not None and (not _is_integer(self.threads) or not 1 <= self.threads <= MAX_THREADS):
             raise ValueError(f"threads must be from 1 to {MAX_THREADS}, or None, got {self.threads!r}")
 

@@ -29,15 +29,17 @@ import torch
 from zofftk import clipping, gradients, update
 from zofftk.config import OffloadConfig
 from zofftk.deferred_interrupts import interrupts_deferred
-from zofftk.device.base import COMPUTE, DOWN, HOST, Buffer, Device, Placement
+from zofftk.device.base import COMPUTE, DOWN, HOST, Device, Placement
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
-from zofftk.layout import ParamSpec, Piece, build_layout, default_bucket_bytes
+from zofftk.inside_backward import AtStep, InsideBackward
+from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
+from zofftk.totals import Totals
 from zofftk.way_up import WayUp
 
 
@@ -54,6 +56,7 @@ class Engine:
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
         self.way_up = WayUp(device, self.ring, self.managed)
+        self.totals = Totals(device, config.wire_dtype, self.threads)
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
         self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
         self.renew: Callable[[int], None] = lambda index: None  # have another stand-in for what comes
@@ -62,6 +65,9 @@ class Engine:
         self._norm_is_known = False
         self.policies = [make_policy(config.update, config.delay_after)]  # the last one is in use
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
+        self.inside = AtStep()
+        if config.backwards_per_step == 1:
+            self.inside = InsideBackward(device, self.ring, self.managed, self.policies)
         close_when_gone(self.way_up, device, (self.segments, self.ring.slots))
 
     @property
@@ -77,7 +83,7 @@ class Engine:
         """Take over parameters: lay them out, allocate their host memory with these moments, copy the masters."""
         if not tensors:
             return []
-        self.way_up.land_all()
+        self.land_all()
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
@@ -110,6 +116,7 @@ class Engine:
         while self.inbox:
             with self._lock, interrupts_deferred():
                 taken = self.inbox[:]
+                self.inside.enter([index for index, _ in taken])
                 del self.inbox[: len(taken)]  # a hook in another thread may have added to it in between
                 for index, grad in taken:
                     managed = self.managed[index]
@@ -132,6 +139,7 @@ class Engine:
         """`grad` comes on top of what was gathered of the parameter; it stays the caller's."""
         self.deliver()
         with self._lock:
+            self.inside.enter(())
             managed = self.managed[index]
             if managed.gathered is Gathered.SPENT:
                 raise RuntimeError(
@@ -147,38 +155,21 @@ class Engine:
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
         self.way_up.land_before_backward(managed)
+        managed.comes_again |= managed.gathered is Gathered.LIVE or managed.round == self._round
         if managed.round == self._round:
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
         managed.gathered = Gathered.LIVE
         self.outstanding[managed.index] = 1
         self._norm_is_known = False
-        if grad.dtype is not managed.wire and self._add_wide(managed, grad):
+        if grad.dtype is not managed.wire and self.totals.takes(managed, grad):
+            self.totals.add_wide(managed, grad)
             return
         for bucket in managed.buckets:
             bucket.waiting[managed.index] = grad
             if len(bucket.waiting) == len(bucket.pieces):
                 self._launch(bucket)
-
-    def _add_wide(self, managed: Managed, grad: torch.Tensor) -> bool:
-        """A gradient that the wire would round goes into the fp32 totals, past the buckets; says whether it is one."""
-        if self.config.wire_dtype or torch.promote_types(grad.dtype, managed.wire) == managed.wire:
-            return False
-        for bucket in managed.buckets:
-            piece = bucket.pieces[managed.index]
-            if managed.index in bucket.on_wire or managed.index in bucket.scale:
-                bucket.waiting[managed.index] = grad
-                self._add_to_total(bucket)
-                del bucket.waiting[managed.index]
-            part = self.device.buffer(f"gradient of {managed.name}", piece.numel, torch.float32, "host")
-            placement = Placement([Piece(piece.param, piece.start, piece.stop, 0, 0)])
-            self.device.load(f"load: gradient of {managed.name}", placement, [grad], part)
-            total = self._total(bucket)
-            task = update.add_part(bucket, piece, part, self.threads)
-            self.device.host_task(f"sum: gradient of {managed.name}", task, reads=[part], writes=[total])
-            bucket.summed.add(managed.index)
-            bucket.zero.discard(managed.index)
-        return True
+                self.inside.exchange(bucket)
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
@@ -204,7 +195,7 @@ class Engine:
 
     def _launch(self, bucket: HostBucket) -> None:
         if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
-            self._add_to_total(bucket)
+            self.totals.add(bucket)
         present = set(bucket.waiting)
         bucket.zero -= present
         slot = self.ring.acquire(COMPUTE)
@@ -222,25 +213,6 @@ class Engine:
         bucket.sent.pop(bucket.wire, None)  # its pack came after the copy back of what was sent
         bucket.on_wire = present
         self.ring.release(slot, bucket.arrived)
-
-    def _add_to_total(self, bucket: HostBucket) -> None:
-        """Free the wire for another gradient, or make the fp32 total complete."""
-        total, wire = self._total(bucket), [bucket.wire] if bucket.on_wire else []
-        task = update.add_to_total(bucket, self.threads)
-        if bucket.on_wire and bucket.arrived is not None:
-            self.device.wait(HOST, bucket.arrived, f"arrived in wire: {bucket.label} must be here before it is summed")
-        self.device.host_task(f"sum: {bucket.label}", task, reads=wire, writes=[total])
-        bucket.summed |= bucket.on_wire
-        bucket.on_wire = set()
-        bucket.scale = {i: scale for i, scale in bucket.scale.items() if i not in bucket.waiting}
-        summed = self.device.record(HOST)
-        self.device.wait(DOWN, summed, f"summed: {bucket.label} must have been read before it is overwritten")
-
-    def _total(self, bucket: HostBucket) -> Buffer:
-        if bucket.total is None:
-            numel = bucket.bucket.numel
-            bucket.total = self.device.buffer(f"total of {bucket.label}", numel, torch.float32, "host", zero=True)
-        return bucket.total
 
     # -- what a stand-in asks ----------------------------------------------------------------------------------
 
@@ -297,7 +269,7 @@ class Engine:
             return
         for bucket in self.buckets:
             if bucket.summed:
-                self._total_statistics(bucket)
+                self.totals.take_statistics(bucket)
         self.device.wait(HOST, self.device.record(DOWN), "arrived with statistics: the norm needs those of all buckets")
         sums = [bucket.square_sums for bucket in self.buckets]
         self.device.host_task("norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms])
@@ -307,15 +279,6 @@ class Engine:
                 managed.square_sum = float(square_sum) / self.loss_scale**2
         self._norm_is_known = True
 
-    def _total_statistics(self, bucket: HostBucket) -> None:
-        if bucket.on_wire:
-            self._add_to_total(bucket)
-        assert bucket.total is not None
-        if bucket.arrived is not None:  # those of a gradient that was dropped since may still be on their way
-            self.device.wait(HOST, bucket.arrived, f"arrived in wire: statistics of {bucket.label} are overwritten")
-        task = update.total_square_sums(bucket, self.threads)
-        self.device.host_task(f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums])
-
     # -- the update --------------------------------------------------------------------------------------------
 
     def step(self, hypers: Mapping[int, Hyper], *, early: bool = False) -> float:
@@ -324,11 +287,12 @@ class Engine:
         Where the norm is not finite, nothing changes. With `early`, returns while the update runs; a parameter then
         lands before it is read.
         """
-        self.way_up.land_all()
+        self.land_all()
         self.take_norms()
         live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
+        self.inside.end_step(live)
         self.exchange(self.policy.exchange(updates), early=early)
         if not early and not self.policy.kept:
             self.finish()
@@ -336,6 +300,7 @@ class Engine:
 
     def exchange(self, updates: Sequence[Update], *, early: bool = False) -> None:
         """Send the values of these updates to their parameters."""
+        self.inside.land_all()
         for updated in updates:
             self.way_up.updated[updated.bucket] = updated
         self.way_up.send()
@@ -355,8 +320,9 @@ class Engine:
             managed.filled.update(hypers[managed.index].states)
             managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if beside else self.threads
-        # Forward needs the first layers first.
-        started = [self._update(bucket, hypers, coefficient, threads) for bucket in reversed(self.buckets)]
+        # What comes late is exchanged behind backward, which begins with the last layers; forward needs the first ones.
+        buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
+        started = [self._update(bucket, hypers, coefficient, threads) for bucket in buckets]
         for managed in live:
             managed.gathered = Gathered.SPENT
             self.outstanding[managed.index] = 0
@@ -367,7 +333,7 @@ class Engine:
     ) -> Update | None:
         """One pass over the bucket's states on the host; None if no parameter of it has a gradient."""
         if bucket.summed and bucket.on_wire:
-            self._add_to_total(bucket)
+            self.totals.add(bucket)
         present = {i for i in bucket.on_wire | bucket.summed | bucket.zero if i in hypers}
         if not present:
             return None
@@ -380,6 +346,21 @@ class Engine:
         self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes)
         bucket.forget(present)
         return Update(bucket, present, bucket.wire, self.device.record(HOST))
+
+    @property
+    def is_exchanging(self) -> bool:
+        """New values are on their way, or wait on the host."""
+        return bool(self.way_up.in_flight or self.way_up.updated or self.policy.kept or self.inside.is_exchanging)
+
+    def land_all(self) -> None:
+        """All parameters are about to be read, or written to."""
+        self.inside.land_all()
+        self.way_up.land_all()
+
+    def drop(self) -> None:
+        """Nothing will arrive any more: parameters keep the values they have."""
+        self.inside.drop()
+        self.way_up.drop()
 
     # -- between steps -----------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ def finisher(engine: Engine) -> Callable[[], None]:
 
     def finish() -> None:
         engine = reference()
-        if engine is not None and (engine.way_up.in_flight or engine.way_up.updated or engine.policy.kept):
+        if engine is not None and engine.is_exchanging:
             engine.finish()
 
     return finish

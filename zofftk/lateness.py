@@ -19,6 +19,12 @@ logger = logging.getLogger("zofftk")
 
 def flush(engine: Engine) -> None:
     """Send what is late to the parameters now."""
+    engine.land_all()
+    late = [engine.managed[index] for index in kept_params(engine.policy)]
+    for managed in late:
+        if managed.is_loaded:
+            managed.note()  # the weight is the one before the master's
+    check_edits([managed for managed in late if managed.is_edited])
     engine.exchange(take_kept(engine.policy))
 
 
@@ -70,7 +76,7 @@ def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Te
     updates = [_kept_update(engine, bucket, late & bucket.pieces.keys()) for bucket in engine.buckets]
     updates = [update for update in updates if update.present]
     if isinstance(engine.policy, Delayed):
-        engine.policy.kept = updates
+        engine.policy.kept = {update.bucket: update for update in updates}
         return
     for index in late:
         engine.managed[index].note()

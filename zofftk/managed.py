@@ -35,6 +35,8 @@ class Managed:
     filled: set[str] = field(default_factory=set)  # moments that hold something
     square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled
     wire: torch.dtype = torch.float32  # its gradients' on the link
+    comes_again: bool = False  # more than one gradient has come since the last step
+    comes_once: bool | None = None  # in every step so far, in a backward of one part; None: no step so far
     is_loaded: bool = False  # the master is a loaded one, which the weight in the model is still to be held against
     version: int = field(init=False)  # of the tensor, after our last write or look
     place: tuple[int, torch.dtype] = field(init=False)  # its memory and dtype then

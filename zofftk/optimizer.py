@@ -142,7 +142,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
 
     def _step(self, engine: Engine) -> None:
         engine.deliver()
-        engine.way_up.land_all()
+        engine.land_all()
         self._replacements.check(engine)
         self._manage([param for param in self._all_params() if param.grad is not None])
         for managed in self._managed.values():
@@ -211,6 +211,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                     self._stand_ins.renew(managed.index)
                 elif managed.gathered is Gathered.SPENT:
                     self._stand_ins.renew_if_kept(managed.index)
+            engine.inside.restart()
         with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
             super().zero_grad(set_to_none)
 
@@ -238,7 +239,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         """Every parameter and every state holds the values of the last step."""
         engine = self._require_engine()
         with interrupts_deferred():
-            engine.way_up.land_all()
+            engine.land_all()
             engine.finish()
 
     # -- the loss scale ----------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         try:
             with suppress(StoppedError):  # the fault has been raised before; what was under way is lost
                 lateness.flush(engine)
-                engine.way_up.land_all()
+                engine.land_all()
         finally:
             self._release(engine)
 
@@ -326,7 +327,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         try:
             engine.device.close()
         finally:
-            engine.way_up.drop()
+            engine.drop()
             release_workers()
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -338,6 +339,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         host's memory: save or copy them before the next step.
         """
         if self._engine is not None:
+            self._engine.land_all()
             if all(managed.complaint(managed.tensor) is None for managed in self._engine.managed):
                 # A master from before would undo what was written.
                 states.take_over_edits(self._engine, self.rule, self.state, at_step=False)
@@ -365,7 +367,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         """
         engine = self._require_engine()
         saved = match_states(state_dict, self.param_groups, self._names(), self.rule)
-        engine.way_up.land_all()
+        engine.land_all()
         engine.finish()
         super().load_state_dict({"state": {}, "param_groups": groups_to_load(self.rule, state_dict["param_groups"])})
         self._manage([param for param in self._all_params() if param.requires_grad])

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from zofftk.host_state import HostBucket
 from zofftk.managed import Update
 
 
 class Policy(Protocol):
-    """`kept` are updates whose values are still to be sent; `steps` counts the steps so far."""
+    """`kept` are updates whose values are still to be sent, by bucket; `steps` counts the steps so far."""
 
-    kept: list[Update]
+    kept: dict[HostBucket, Update]
     steps: int
 
     @property
@@ -33,7 +34,7 @@ class Synchronous:
     is_late = False
 
     def __init__(self) -> None:
-        self.kept: list[Update] = []
+        self.kept: dict[HostBucket, Update] = {}
         self.steps = 0
 
     def exchange(self, updates: Sequence[Update]) -> list[Update]:
@@ -51,7 +52,7 @@ class Delayed:
 
     def __init__(self, delay_after: int) -> None:
         self.delay_after = delay_after
-        self.kept: list[Update] = []
+        self.kept: dict[HostBucket, Update] = {}
         self.steps = 0
 
     @property
@@ -62,9 +63,9 @@ class Delayed:
         self.steps += 1
         if self.steps <= self.delay_after:
             return list(updates)
-        late, self.kept = self.kept, list(updates)
-        for update in updates:
-            update.bucket.swap_wires()
+        late, self.kept = list(self.kept.values()), {update.bucket: update for update in updates}
+        for bucket in self.kept:
+            bucket.swap_wires()
         return late
 
 
@@ -74,20 +75,20 @@ def make_policy(update: str, delay_after: int) -> Policy:
 
 def take_kept(policy: Policy) -> list[Update]:
     """The kept updates, which are kept no longer."""
-    kept, policy.kept = policy.kept, []
-    return kept
+    kept, policy.kept = policy.kept, {}
+    return list(kept.values())
 
 
 def forget_kept(policy: Policy, index: int) -> None:
     """The parameter's value is sent no more."""
-    for update in policy.kept:
+    for update in policy.kept.values():
         update.present.discard(index)
-    policy.kept = [update for update in policy.kept if update.present]
+    policy.kept = {bucket: update for bucket, update in policy.kept.items() if update.present}
 
 
 def kept_params(policy: Policy) -> set[int]:
     """The parameters whose new value is on the host, and waits for the next step."""
-    return {index for update in policy.kept for index in update.present}
+    return {index for update in policy.kept.values() for index in update.present}
 
 
 def check_saved_lateness(saved: Any, num_params: int) -> None:

@@ -94,7 +94,7 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
 
 def refresh(engine: Engine, managed: Managed) -> None:
     """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
-    engine.way_up.land_all()
+    engine.land_all()
     engine.finish()
     master = managed.segment.view("master", managed.index, managed.tensor.shape)
     value = managed.tensor.detach().to(master.device)

@@ -26,10 +26,11 @@ from zofftk.staging import StagingRing
 
 
 class WayUp:
-    """See the module. `managed` is the engine's list of parameters, which grows."""
+    """See the module. `managed` is the engine's list of parameters, which grows; `kept_free` slots are left alone."""
 
-    def __init__(self, device: Device, ring: StagingRing, managed: Sequence[Managed]) -> None:
+    def __init__(self, device: Device, ring: StagingRing, managed: Sequence[Managed], *, kept_free: int = 0) -> None:
         self._device = device
+        self._kept_free = kept_free
         self._ring = ring
         self._managed = managed
         self.updated: OrderedDict[HostBucket, Update] = OrderedDict()  # waiting for a slot
@@ -37,10 +38,14 @@ class WayUp:
         self._lock = threading.RLock()  # a thread that logs may read a parameter
         _alive.add(self)
 
+    @property
+    def has_room(self) -> bool:
+        return self._ring.free > self._kept_free
+
     def send(self) -> None:
         """Start the next buckets, as many as there are free slots."""
         with interrupts_deferred():
-            while self.updated and self._ring.free:
+            while self.updated and self.has_room:
                 bucket, update = next(iter(self.updated.items()))
                 self._device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
                 slot = self._ring.acquire(UP)
@@ -68,14 +73,14 @@ class WayUp:
         """A parameter is about to be read: compute goes on when its new value is there."""
         with self._lock, interrupts_deferred():
             while self.is_under_way(managed):
-                self._land_next()
+                self.land_next()
 
     def land_all(self) -> None:
         """All parameters are about to be read."""
         if self.in_flight:
             with self._lock, interrupts_deferred():
                 while self.in_flight:
-                    self._land_next()
+                    self.land_next()
 
     def land_before_backward(self, managed: Managed) -> None:
         """A gradient has come: free the slots from what no forward has read since the step."""
@@ -89,8 +94,8 @@ class WayUp:
             )
         self.land_all()
 
-    def _land_next(self) -> None:
-        """After a fault all is as before, so that whoever reads next meets it again."""
+    def land_next(self) -> None:
+        """Those that were sent first; after a fault all is as before, so that whoever reads next meets it again."""
         bucket, arrival = next(iter(self.in_flight.items()))
         placement = bucket.placement(arrival.update.present)
         landed = [self._managed[piece.param] for piece in placement.pieces]
