@@ -182,3 +182,81 @@ def test_a_delayed_state_goes_on_in_torch_and_comes_back():
         assert_same_bits(p.detach(), q.detach())  # late again
     opt.close()
     pair.opt.close()
+
+
+# -- torch.distributed.checkpoint ----------------------------------------------------------------------------------
+
+
+def distributed_states(flatten):
+    """By torch's functions for it, which name the parameters and keep `state` and `param_groups` alone."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+
+    def content(model, opt):
+        return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, opt, options=options)}
+
+    def resume_by(pair, folder, order, **options_of_second):
+        first = pair.model, pair.opt
+        dcp.save(content(*first), checkpoint_id=folder)
+        pair.model, pair.opt = pair.offloaded(**options_of_second)
+        loaded = content(pair.model, pair.opt)
+        dcp.load(loaded, checkpoint_id=folder)
+        for part in order:
+            if part == "model":
+                pair.model.load_state_dict(loaded["model"])
+            else:
+                set_optimizer_state_dict(pair.model, pair.opt, loaded["optimizer"], options=options)
+        first[1].close()
+
+    return resume_by
+
+
+@each_mode
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(("at", "overflows", "delay_after"), [(4, (), 0), (3, (2,), 3), (4, (1, 2), 3)])
+def test_distributed_checkpoints_of_a_delayed_run_with_a_loss_scale(
+    mode, flatten, at, overflows, delay_after, tmp_path
+):
+    scale = {"loss_scale": LossScale(initial=64.0, growth_interval=4), "max_grad_norm": 0.5}
+    pair = Pair(mlp, mode, delay_after=delay_after, **scale)
+
+    def train(steps):
+        for _ in range(steps):
+            factor = float("inf") if pair.steps in overflows else 1.0
+            value = pair.opt.loss_scale
+            pair.backward(loss_of, scaled=(lambda x, f=factor: pair.opt.scale_loss(x) * f, lambda x, f=factor: x * value * f))
+            pair.plain.factor = 1 / value
+            pair.step()
+
+    train(at)
+    value = pair.opt.loss_scale
+    assert value != 64.0 or not overflows
+    distributed_states(flatten)(pair, tmp_path / "first", ("model", "optimizer"), bucket_bytes=20_000, **scale)
+    assert pair.opt.loss_scale == value
+    train(2)
+    distributed_states(flatten)(pair, tmp_path / "second", ("optimizer", "model"), **scale)
+    train(3)
+    pair.assert_same()
+    pair.close()
+
+
+def test_a_distributed_checkpoint_goes_on_synchronously_after_a_switch(tmp_path):
+    pair = Pair(mlp, {})
+    train(pair, 4)
+    distributed_states(False)(pair, tmp_path, ORDERS["model first"])
+    pair.opt.switch_update("synchronous")
+    pair.plain.flush()
+    pair.plain.delay_after = 1000
+    train(pair, 3)
+    pair.assert_same()
+    pair.close()
+
+
+@each_mode
+def test_a_distributed_checkpoint_of_plain_state_dicts(mode, tmp_path):
+    """Read into the optimizer's own memory, and then loaded from there."""
+    pair = Pair(mlp, mode, delay_after=1)
+    train(pair, 4)
+    resume(pair, tmp_path, distributed_files)[1].close()
+    train(pair, 3)
+    pair.assert_same()
+    pair.close()
