@@ -18,7 +18,11 @@ from zofftk.device.emulated import EmulatedDevice
 
 # How the engine is set up: options of the optimizer, and whether the model is handed over. Every test that makes one
 # backward a step goes through all of them; one that makes several, through those that do not announce one.
-MODES: dict[str, dict[str, Any]] = {"plain": {}, "handed over": {"hand_over": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "handed over": {"hand_over": True},
+    "inside backward": {"backwards_per_step": 1},
+}
 MANY = {name: mode for name, mode in MODES.items() if mode.get("backwards_per_step") is None}
 each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
 each_mode_of_many_backwards = pytest.mark.parametrize("mode", MANY.values(), ids=list(MANY))

@@ -17,7 +17,7 @@ from tests.small_gpt import loss_of as gpt_loss
 from zofftk.device.base import HOST
 from zofftk.device.emulated import EmulatedDevice
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = pytest.mark.usefixtures("no_threads_left", "at_once")
 
 
 @each_mode

@@ -14,7 +14,7 @@ from tests.delayed_rule import Pair, each_delay, each_mode, each_mode_of_many_ba
 from tests.small_gpt import build
 from tests.small_gpt import loss_of as gpt_loss
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = pytest.mark.usefixtures("no_threads_left", "at_once")
 
 
 class Shared(nn.Module):
@@ -236,6 +236,9 @@ def test_what_is_read_in_between_changes_nothing(mode):
     pair = Pair(mlp, mode, delay_after=1, max_grad_norm=0.5)
     for read in BETWEEN.values():
         pair.backward(loss_of)
+        if "backwards_per_step" in mode:  # what was late has come
+            pair.opt.synchronize()
+            pair.plain.flush()
         read(pair)  # between backward and step
         pair.step()
         read(pair)

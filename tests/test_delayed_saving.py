@@ -21,7 +21,7 @@ from tests.delayed_rule import HYPER, Pair, each_mode, loss_of, mlp
 from zofftk import LossScale
 
 pytestmark = [
-    pytest.mark.usefixtures("no_threads_left"),
+    pytest.mark.usefixtures("no_threads_left", "at_once"),
     pytest.mark.filterwarnings("ignore:a step was skipped"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 import zofftk
 from tests.delayed_rule import HYPER, Pair, each_delay, each_mode, loss_of, mlp
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = pytest.mark.usefixtures("no_threads_left", "at_once")
 
 # Of the second and third group, beside the usual ones of the first.
 OWN = {
