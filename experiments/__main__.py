@@ -11,6 +11,7 @@ EXPERIMENTS = {
     "hook_overhead": "host time of the gradient hooks, per parameter",
     "gpu_check": "kernels, copies and training steps on a CUDA GPU",
     "overlap": "what of transfers and update is hidden behind compute, on a timed device",
+    "delayed": "the delayed update where Adam takes three quarters of compute, on a timed device",
 }
 
 

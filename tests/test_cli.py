@@ -144,6 +144,7 @@ def test_train_takes_all_its_options_to_the_run(capsys, tmp_path):
     began = time.time()
     options = ["--preset", "tiny", "--data", str(text), "--steps", "2", "--batch-size", "2", "--seq-len", "8"]
     options += ["--lr", "0.01", "--dtype", "fp32", "--device", "cpu", "--max-grad-norm", "0.5", "--seed", "7"]
+    options += ["--update", "delayed", "--delay-after", "1"]
     keep = ["--out", str(tmp_path), "--name", "run", "--save", str(tmp_path / "end.pt"), "--save-every", "1"]
     assert main(["train", *options, *keep]) == 0
     config = json.loads((tmp_path / "run" / "record.json").read_text())["config"]
@@ -158,6 +159,8 @@ def test_train_takes_all_its_options_to_the_run(capsys, tmp_path):
         "device": "cpu",
         "max_grad_norm": 0.5,
         "seed": 7,
+        "update": "delayed",
+        "delay_after": 1,
     }
     assert (tmp_path / "end.pt").stat().st_mtime >= began - 2
     assert "step 2/2" in capsys.readouterr().out

@@ -13,7 +13,8 @@ from zofftk import OffloadConfig
 def test_the_options_are_these():
     names = {field.name for field in dataclasses.fields(OffloadConfig)}
     link = {"bucket_bytes", "staging_slots", "wire_dtype", "pinned_bytes"}
-    assert names == link | {"max_grad_norm", "loss_scale", "update", "delay_after", "threads", "device", "trace"}
+    policy = {"update", "delay_after", "backwards_per_step"}
+    assert names == link | policy | {"max_grad_norm", "loss_scale", "threads", "device", "trace"}
 
 
 @pytest.mark.parametrize(
@@ -51,5 +52,5 @@ def test_keywords_go_before_the_config():
 
 
 def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(TypeError, match=r"unknown option amsgrad: expected one of bucket_bytes, .*wire_dtype"):
+    with pytest.raises(TypeError, match=r"unknown option amsgrad: expected one of backwards_per_step, .*wire_dtype"):
         OffloadConfig.merged(None, {"amsgrad": True})

@@ -79,13 +79,14 @@ def test_gpu_check_measures_on_any_device():
     assert all(value > 0 for value in results.values())
 
 
-@pytest.mark.parametrize("name", ["overlap", "hook_overhead"])
+@pytest.mark.parametrize("name", ["overlap", "delayed", "hook_overhead"])
 def test_short_runs_leave_a_record(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("experiments.record.RESULTS", tmp_path)
     module = importlib.import_module(f"experiments.{name}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
-    short = {"overlap": ["--unit-ms", "4", "--repeats", "1"], "hook_overhead": ["--params", "20", "--repeats", "2"]}
+    quick = ["--unit-ms", "4", "--repeats", "1"]
+    short = {"overlap": quick, "delayed": quick, "hook_overhead": ["--params", "20", "--repeats", "2"]}
     missed = module.run(parser.parse_args(short[name]))
     assert missed in (0, 1)  # the figure itself needs a quiet machine
     required = [line for line in capsys.readouterr().out.splitlines() if line.startswith("required: ")]

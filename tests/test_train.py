@@ -88,9 +88,11 @@ def test_the_seed_and_the_learning_rate_matter(whole_run, text, tmp_path):
     assert losses(faster)[-1] != losses(whole)[-1]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(text, tmp_path, dtype, monkeypatch):
-    config = config_of(text, dtype=dtype)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bf16"}, {"dtype": "fp32"}, {"update": "delayed", "delay_after": 1}], ids=str
+)
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(text, tmp_path, options, monkeypatch):
+    config = config_of(text, **options)
     whole = run(config, tmp_path / "whole")
 
     saved = tmp_path / "half" / "end.pt"

@@ -12,7 +12,7 @@ from typing import NoReturn
 from zofftk.errors import InputError
 from zofftk.outputs import Outputs, run_folder
 from zofftk.presets import PRESETS
-from zofftk.train_config import DEVICES, DTYPES, TrainConfig
+from zofftk.train_config import DEVICES, DTYPES, UPDATES, TrainConfig
 
 OPERATION_FAILED = 1
 USAGE_ERROR = 2
@@ -67,6 +67,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seq-len", type=int, metavar="N", help="tokens per sequence (default: the preset's)")
     what.add_argument("--lr", type=float, metavar="X", help="peak learning rate (default: the preset's)")
     what.add_argument("--max-grad-norm", type=float, metavar="X", help="gradients are clipped to it (default: 1.0)")
+    what.add_argument("--update", choices=UPDATES, help="delayed: one step late, beside compute (default: synchronous)")
+    what.add_argument("--delay-after", type=int, metavar="N", help="synchronous steps before it (default: 40)")
     what.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")
     what.add_argument("--device", choices=DEVICES, help="auto: a GPU where torch and CuPy reach one (default: auto)")
     what.add_argument("--seed", type=int, metavar="N", help="of the initial weights and the batches (default: 0)")

@@ -169,6 +169,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> "OffloadAdamW":
         weight_decay=0.1,
         max_grad_norm=config.max_grad_norm,
         loss_scale=LossScale() if config.dtype == "fp16" else None,
+        update=config.update,
+        delay_after=config.delay_after,
+        backwards_per_step=1,
         trace=True,
     )
 

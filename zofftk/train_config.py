@@ -10,6 +10,7 @@ from zofftk.presets import find_preset
 
 DTYPES = ("bf16", "fp32", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+UPDATES = ("synchronous", "delayed")
 # A resumed run may train longer, elsewhere, or find its text in another place; all else has to stay.
 FREE_ON_RESUME = ("steps", "data", "device")
 
@@ -26,6 +27,8 @@ class TrainConfig:
     device: str
     max_grad_norm: float
     seed: int
+    update: str = "synchronous"
+    delay_after: int = 40
 
     def __post_init__(self) -> None:
         find_preset(self.preset)
@@ -38,6 +41,8 @@ class TrainConfig:
             value = getattr(self, name)
             _expect(math.isfinite(value) and value > 0, name, "a finite number above 0", value)
         _expect(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", self.dtype)
+        _expect(self.update in UPDATES, "update", f"one of {', '.join(UPDATES)}", self.update)
+        _expect(self.delay_after >= 0, "delay_after", "a whole number of at least 0", self.delay_after)
         _expect(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}", self.device)
 
     @property
