@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zofftk
 from tests import delayed_rule
+from tests.compare import assert_same_bits
 from tests.delayed_rule import HYPER, mlp
 from tests.delayed_rule import loss_of as loss
 from tests.small_gpt import build, loss_of
@@ -149,11 +150,37 @@ def test_a_dropped_backward_is_none(drop):
         for p in pair.model.parameters():
             p.grad = None
         pair.plain.zero_grad()
-    pair.opt.synchronize()
     pair.plain.flush()
     pair.train(3)
     assert pair.device.inside == (2 + 1 + 2) * pair.num_buckets
     pair.finish()
+
+
+def test_a_backward_that_fails_leaves_no_value_under_way():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("a fault in backward")
+
+    pair = Pair(mlp, loss)
+    pair.train(3)
+    inside = pair.device.inside
+    x = torch.ones(3, 16, dtype=torch.bfloat16)
+    with pytest.raises(ArithmeticError):
+        pair.model[1:](Fails.apply(pair.model[0](x))).sum().backward()
+    assert pair.device.inside > inside
+    pair.opt.zero_grad()
+    for p in (pair.model[4].weight, pair.model[4].bias, pair.model[2].bias):  # of the bucket that was full
+        assert_same_bits(p.detach(), pair.opt.state[p]["master"].to(p.dtype))
+    loss(pair.model, 9).backward()  # brings the others
+    for p in pair.model.parameters():
+        assert_same_bits(p.detach(), pair.opt.state[p]["master"].to(p.dtype))
+    pair.opt.step()
+    pair.opt.close()
 
 
 def test_a_graph_that_is_kept_is_still_whole():

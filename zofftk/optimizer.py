@@ -214,6 +214,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                     self._stand_ins.renew(managed.index)
                 elif managed.gathered is Gathered.SPENT:
                     self._stand_ins.renew_if_kept(managed.index)
+            engine.inside.land_all()  # of a backward that has failed
             engine.inside.restart()
         with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
             super().zero_grad(set_to_none)
