@@ -70,7 +70,13 @@ def test_a_save_leaves_another_live_one_alone_and_the_last_one_stands(tmp_path):
 
 
 def test_only_temporaries_of_the_same_target_go(tmp_path):
-    others = [".file.pt.template", f".file.pt2.abcdefgh{MARK}", f"file.pt.abcdefgh{MARK}", ".file.pt.abcdefgh", ".other"]
+    others = [
+        ".file.pt.template",
+        f".file.pt2.abcdefgh{MARK}",
+        f"file.pt.abcdefgh{MARK}",
+        ".file.pt.abcdefgh",
+        ".other",
+    ]
     for name in others:
         (tmp_path / name).write_bytes(b"")
     (tmp_path / f".file.pt.abcdefgh{MARK}").write_bytes(b"")

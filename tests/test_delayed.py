@@ -1,7 +1,8 @@
-"""The one-step delayed update: the engine against the rule in its plainest form, bit for bit, and its time and bytes."""
+"""The one-step delayed update: the engine against the rule in its plainest form, bit for bit; its time and bytes."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 
 import zofftk
-from tests.compare import assert_same_bits
 from tests.delayed_rule import HYPER, Pair, each_delay, each_mode, loss_of, mlp
 from tests.small_gpt import build
 from tests.small_gpt import loss_of as gpt_loss
@@ -153,7 +153,7 @@ def test_an_update_runs_inside_the_forward_and_the_backward_of_the_next_step(mod
     pair.step()
     device.synchronize(device.record(HOST), "test: the spans must be complete")
     updates = sorted((s.start_s, s.stop_s) for s in pair.opt.trace.spans if s.label.startswith("adam"))
-    for start, stop in zip(times, times[1:], strict=False):
+    for start, stop in itertools.pairwise(times):
         assert any(start < begun and ended < stop for begun, ended in updates)
     pair.assert_same()
     pair.close()

@@ -169,7 +169,9 @@ def test_writing_while_an_update_is_late_is_refused(mode):
     with torch.no_grad():
         model[0].weight.fill_(5.0)
     loss_of(model, 2).backward()
-    with pytest.raises(RuntimeError, match=r"parameter 0 of .* was written to while a delayed update .* call flush\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter 0 of .* was written to while a delayed update .* call flush\(\)"
+    ):
         opt.step()
     assert_same_bits(opt.state[model[0].weight]["master"], before)
     opt.refresh()  # b07: the written value stands
@@ -220,7 +222,10 @@ def test_parameters_that_a_load_replaces(order):
     weights = {name: value.clone() for name, value in pair.model.state_dict().items()}
     saved = pair.opt.state_dict()
     model, opt = pair.offloaded()
-    loads = [lambda: (model.load_state_dict(weights, assign=True), opt.adopt_replaced()), lambda: opt.load_state_dict(saved)]
+    loads = [
+        lambda: (model.load_state_dict(weights, assign=True), opt.adopt_replaced()),
+        lambda: opt.load_state_dict(saved),
+    ]
     for load in loads if order == "model first" else reversed(loads):
         load()
     pair.opt.close()

@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -221,17 +220,17 @@ def test_distributed_checkpoints_of_a_delayed_run_with_a_loss_scale(
 
     def train(steps):
         for _ in range(steps):
-            factor = float("inf") if pair.steps in overflows else 1.0
             value = pair.opt.loss_scale
-            pair.backward(loss_of, scaled=(lambda x, f=factor: pair.opt.scale_loss(x) * f, lambda x, f=factor: x * value * f))
+            factor = value * (float("inf") if pair.steps in overflows else 1.0)
+            pair.backward(loss_of, scaled=(lambda loss, by=factor: loss * by,) * 2)
             pair.plain.factor = 1 / value
             pair.step()
 
     train(at)
-    value = pair.opt.loss_scale
-    assert value != 64.0 or not overflows
+    before = pair.opt.loss_scale
+    assert before != 64.0 or not overflows
     distributed_states(flatten)(pair, tmp_path / "first", ("model", "optimizer"), bucket_bytes=20_000, **scale)
-    assert pair.opt.loss_scale == value
+    assert pair.opt.loss_scale == before
     train(2)
     distributed_states(flatten)(pair, tmp_path / "second", ("optimizer", "model"), **scale)
     train(3)

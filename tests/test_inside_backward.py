@@ -30,7 +30,13 @@ class Watched(EmulatedDevice):
 
 
 def open_delayed(model, **options):
-    options = {"bucket_bytes": 1, "device": Watched(delays=1, poison=True), **HYPER["AdamW"], "delay_after": 0, **options}
+    options = {
+        "bucket_bytes": 1,
+        "device": Watched(delays=1, poison=True),
+        **HYPER["AdamW"],
+        "delay_after": 0,
+        **options,
+    }
     return zofftk.OffloadAdamW(model.named_parameters(), update="delayed", backwards_per_step=1, **options)
 
 
