@@ -240,7 +240,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
             lateness.switch(self._require_engine(), update, delay_after)
 
     def synchronize(self) -> None:
-        """Every parameter and every state holds the values of the last step."""
+        """Every parameter and every state holds the values of the last step, but for what is late: see `flush`."""
         engine = self._require_engine()
         with interrupts_deferred():
             engine.land_all()
