@@ -274,7 +274,8 @@ class PlainOptimizer:
                 self.waiting[id(param)] = state
             elif row is not None and state is None:
                 row.start_anew()
-                row.shown = False
+                row.master.copy_(param.detach().reshape(-1))
+                row.shown = row.written = row.loaded = False
             elif row is not None:
                 self._load(row, state)
 
