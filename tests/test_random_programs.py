@@ -15,8 +15,8 @@ from tests.programs.draw_runs import draw_with_runs
 from tests.programs.follower import follow, followable
 from tests.programs.one_backward import with_one_backward
 from tests.programs.run import difference, run, shrink
-from zofftk import cpu_kernels
 from zofftk.cpu_adam import adamw_step
+from zofftk.cpu_sgd import sgd_step
 from zofftk.device.emulated import EmulatedDevice
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -63,7 +63,7 @@ def test_a_fault_is_found_and_its_program_made_small(monkeypatch):
     ("where", "kernel"),
     [
         ("tests.programs.optimizers.adamw_step", adamw_step),
-        ("zofftk.cpu_kernels.sgd", cpu_kernels.sgd),
+        ("tests.programs.optimizers.sgd_step", sgd_step),
     ],
 )
 def test_the_anchor_sees_a_small_fault_of_the_reference(monkeypatch, where, kernel):

@@ -35,7 +35,7 @@ from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
-from zofftk.policies import Delayed, Policy, make_policy
+from zofftk.policies import Delayed, Policy, make_policy, take_kept
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
@@ -289,6 +289,8 @@ class Engine:
         """
         self.land_all()
         self.take_norms()
+        if not self.policy.is_late:
+            self.exchange(take_kept(self.policy))  # loaded from a run that was late
         live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
         norm = clipping.global_norm([self._square_sum(managed) for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,19 @@ from zofftk.device.base import HOST
 from zofftk.engine import Engine
 from zofftk.host_state import HostBucket
 from zofftk.managed import Managed, Update
-from zofftk.policies import Delayed, Policy, forget_kept, kept_params, make_policy, take_kept
+from zofftk.policies import Delayed, Policy, kept_params, make_policy, take_kept
 
 logger = logging.getLogger("zofftk")
 
 
 def flush(engine: Engine) -> None:
     """Send what is late to the parameters now."""
-    engine.land_all()  # what was late before, of the same buckets
-    check_edits(engine)
-    note_loaded(engine)
+    engine.land_all()
+    late = [engine.managed[index] for index in kept_params(engine.policy)]
+    for managed in late:
+        if managed.is_loaded:
+            managed.note()  # the weight is the one before the master's
+    check_edits([managed for managed in late if managed.is_edited])
     engine.exchange(take_kept(engine.policy))
 
 
@@ -36,45 +40,18 @@ def switch(engine: Engine, update: str, delay_after: int) -> None:
     engine.policy.steps = steps
 
 
-def written_late(engine: Engine) -> list[Managed]:
-    """The parameters that were written to while a new value of theirs is late.
-
-    Where masters were loaded, the weights that belong to them may be, before or after.
-    """
-    late = [engine.managed[index] for index in sorted(kept_params(engine.policy))]
-    return [managed for managed in late if managed.is_edited and not managed.is_loaded]
-
-
-def check_edits(engine: Engine) -> None:
+def check_edits(late: Sequence[Managed]) -> None:
     """Raises where a parameter was written to whose new value is late: which of its elements, nobody knows."""
-    for managed in written_late(engine):
+    if late:
         raise RuntimeError(
-            f"{managed.name} was written to while a delayed update of it was under way: call flush() on the optimizer "
+            f"{late[0].name} was written to while a delayed update of it was under way: call flush() on the optimizer "
             "before writing, or refresh() now, which takes over all of its values and drops that update"
         )
 
 
-def note_loaded(engine: Engine) -> None:
-    """Weights that were loaded beside late masters are the ones before these, and stand until what is late is sent."""
-    for index in kept_params(engine.policy):
-        if (managed := engine.managed[index]).is_loaded:
-            managed.check(managed.tensor)
-            managed.note()
-
-
-def let_edits_stand(engine: Engine) -> None:
-    """At the end, what was written counts, and the late updates of those parameters are dropped."""
-    written = written_late(engine)
-    if written:
-        others = f" and {len(written) - 1} more" if len(written) > 1 else ""
-        logger.warning("%s%s: written to, so the delayed update under way is dropped", written[0].name, others)
-    for managed in written:
-        forget_kept(engine.policy, managed.index)
-
-
-def warn_if_kept(policies: list[Policy]) -> None:
-    """At the end of an optimizer that was not closed."""
-    if policies[-1].kept:
+def warn_if_kept(policies: list[Policy], pid: int) -> None:
+    """At the end of an optimizer that was not closed, in the process `pid` that has built it: not in its forks."""
+    if policies[-1].kept and os.getpid() == pid:
         logger.warning("the last delayed update has not reached the parameters: call close() or flush() at the end")
 
 
@@ -82,44 +59,48 @@ def warn_if_kept(policies: list[Policy]) -> None:
 
 
 def state(engine: Engine, params: Sequence[torch.Tensor]) -> dict[str, Any] | None:
-    """Steps so far, and the positions of the parameters whose masters are one update ahead; None if never delayed."""
+    """Steps so far, and the positions of the parameters whose masters are one update ahead; None if never delayed.
+
+    Not of those that were written to since: what was written counts, as after `refresh()`. Nor of those whose state
+    was deleted: no master of theirs is saved.
+    """
     kept = [engine.managed[index] for index in kept_params(engine.policy)]
-    late = {id(managed.tensor) for managed in kept if managed.step}  # without a state, no master is saved
-    if not isinstance(engine.policy, Delayed) and not late:
+    if not isinstance(engine.policy, Delayed) and not kept:
         return None
+    late = {id(one.tensor) for one in kept if one.step and (one.is_loaded or not one.is_edited)}
     return {"steps": engine.policy.steps, "late": [i for i, param in enumerate(params) if id(param) in late]}
 
 
-def late_params(saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the optimizer's parameters those that were late when `saved` was made."""
-    return [] if saved is None else [params[position] for position in saved["late"]]
+def trained_or_late(saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without the frozen ones, but for those that were late when `saved` was made: these still get that value."""
+    late = set() if saved is None else saved["late"]
+    return [param for position, param in enumerate(params) if param.requires_grad or position in late]
 
 
 def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> None:
-    """Forget what is late, and take over what was late when `saved` was made.
+    """Forget what is late, and take over what was late when `saved` was made: it comes with the next step.
 
-    It is sent at the next step, by any policy: until then the weights may be loaded too.
+    Under each policy: the weights of that time may be loaded afterwards.
     """
-    for index in kept_params(engine.policy):
-        engine.managed[index].is_loaded = True  # its master is ahead of the weight
     take_kept(engine.policy)
-    if saved is None:
+    if saved is None:  # of a run that was not delayed
+        engine.policy.steps = max((managed.step for managed in engine.managed), default=0)
         return
     engine.policy.steps = int(saved["steps"])
-    tensors = {id(param) for param in late_params(saved, params)}
+    tensors = {id(params[position]) for position in saved["late"]}
     late = {managed.index for managed in engine.managed if id(managed.tensor) in tensors}
+    for segment in {id(engine.managed[index].segment): engine.managed[index].segment for index in late}.values():
+        segment.have_spares(engine.device)
     updates = [_kept_update(engine, bucket, late & bucket.pieces.keys()) for bucket in engine.buckets]
     engine.policy.kept = {update.bucket: update for update in updates if update.present}
 
 
 def _kept_update(engine: Engine, bucket: HostBucket, present: set[int]) -> Update:
     """The values that the masters round to, where they would wait after a step."""
-    if present and bucket.spare is None:
-        engine.managed[min(present)].segment.have_spares(engine.device)
-    wire = bucket.spare or bucket.wire
+    wire = bucket.spare or bucket.wire  # a spare, where there is anything to keep
     if present:
-        if wire in bucket.sent:
-            engine.device.synchronize(bucket.sent[wire], f"sent: {bucket.label} must have left before it is loaded")
+        if (sent := bucket.sent.get(wire)) is not None:
+            engine.device.synchronize(sent, f"load: what was late in {bucket.label} must have left")
         engine.device.touch(f"load: {bucket.label}", reads=[bucket.master], writes=[wire])
     for index in present:
         piece = bucket.pieces[index]

@@ -57,9 +57,9 @@ def on_host(saved: dict[str, Any]) -> dict[str, Any]:
     return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
 
 
-def groups_to_load(rule: Rule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def groups_to_load(rule: Rule, groups: list[dict[str, Any]], room: dict[str, Any]) -> list[dict[str, Any]]:
     """As torch does it: entries that older states lack get their defaults; the kind of decay is the optimizer's own."""
-    extras = rule.torch_group
+    extras = rule.torch_group | room
     fixed = {key: extras[key] for key in ("decoupled_weight_decay",) if key in extras}
     missing = [{key: value for key, value in extras.items() if key not in group} for group in groups]
     return [{**group, **defaults, **fixed} for group, defaults in zip(groups, missing, strict=True)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zofftk import lateness
 from zofftk.engine import Engine
 from zofftk.host_views import HostViews, edited_states, finisher
+from zofftk.lateness import check_edits
 from zofftk.managed import Managed
 from zofftk.mapped import FileMappings
 from zofftk.policies import forget_kept, kept_params
@@ -74,14 +74,17 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
     weights may be loaded after it.
     """
     edited_here = edited_states(engine.managed, shown, rule)
-    lateness.check_edits(engine)
-    late = kept_params(engine.policy)
-    present = [managed for managed in engine.managed if managed.index not in late]
-    edited = [managed for managed in present if (at_step if managed.is_loaded else managed.is_edited)]
+    edited, late, kept = [], [], kept_params(engine.policy)
+    for managed in engine.managed:
+        is_late = managed.index in kept
+        if managed.is_loaded and at_step and is_late:
+            managed.note()  # the weight is the one before the master's
+        elif at_step if managed.is_loaded else managed.is_edited:
+            (late if is_late else edited).append(managed)
+    if at_step:
+        check_edits(late)
     for managed in edited:
         managed.check(managed.tensor)
-    if at_step:
-        lateness.note_loaded(engine)
     for managed, state in edited_here:
         load(engine, rule, managed, state)
     loaded = [managed for managed, state in edited_here if state is not None and at_step]
@@ -89,17 +92,12 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
         refresh(engine, managed)
 
 
-def refresh_unless_late(engine: Engine, managed: Managed) -> None:
-    """As `refresh`; what is late of a parameter goes before, unless torch has seen a write into it since."""
-    if any(managed.index in update.present for update in engine.policy.kept.values()):
-        if managed.is_loaded or not managed.is_edited:
-            return  # its master is ahead of it
-        forget_kept(engine.policy, managed.index)
-    refresh(engine, managed)
+def refresh(engine: Engine, managed: Managed, *, anew: bool = False) -> None:
+    """Take over what was written into a parameter: masters whose rounded value still stands keep their bits.
 
-
-def refresh(engine: Engine, managed: Managed) -> None:
-    """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
+    With `anew`, none does. An update of it that is late is dropped: its value would be written over what is taken over.
+    """
+    forget_kept(engine.policy, managed.index)
     engine.land_all()
     engine.finish()
     master = managed.segment.view("master", managed.index, managed.tensor.shape)
@@ -107,5 +105,7 @@ def refresh(engine: Engine, managed: Managed) -> None:
     masters = [bucket.master for bucket in managed.buckets]
     engine.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
     changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value
+    if anew:
+        changed.fill_(True)
     master[changed] = value[changed].float()
     managed.note()

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 # It reports leaks at the end of a process that has frozen its objects.
@@ -46,9 +47,9 @@ def _fail():
     raise MemoryError("no room")
 
 
-def build(device=None):
+def build(device=None, **options):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    return model, zofftk.OffloadAdamW(model.parameters(), lr=0.1, device=device or Slow())
+    return model, zofftk.OffloadAdamW(model.parameters(), lr=0.1, device=device or Slow(), **options)
 
 
 def step(model, opt):
@@ -169,7 +170,57 @@ def spawned_child():
     sys.exit(process.exitcode)
 
 
+def late(hand_over=False):
+    """A model whose last update is late."""
+    model, opt = build(update="delayed", delay_after=0)
+    if hand_over:
+        zofftk.offload(model, opt)
+    for _ in range(3):
+        step(model, opt)
+    return model, opt
+
+
+def late_and_handed_over():
+    late(hand_over=True)
+
+
+def late_exit_3():
+    _kept = late()
+    sys.exit(3)
+
+
+def late_exception():
+    _kept = late()
+    raise ValueError("of the training loop")
+
+
+def late_closed():
+    late()[1].close()
+
+
+def late_skipped():
+    """Nothing is left of a step that overflows."""
+    model, opt = late()
+    model[0].weight.grad = torch.full((64, 64), float("nan"))
+    with warnings.catch_warnings(action="ignore"):
+        opt.step()
+
+
+def late_forked_child():
+    _kept = late()
+    if (pid := os.fork()) == 0:
+        sys.exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
 CASES = {
+    "late": late,
+    "late, handed over": late_and_handed_over,
+    "late, exit 3": late_exit_3,
+    "late, exception": late_exception,
+    "late, closed": late_closed,
+    "late, skipped": late_skipped,
+    "late, forked child": late_forked_child,
     "normal": normal,
     "exception": exception,
     "exit 3": exit_3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ class Plain:
 
     def close(self) -> None:
         self.opt.close()
+
+    def end(self) -> None:
+        with suppress(Refused):
+            self.opt.close()
 
     # -- backward and step -------------------------------------------------------------------------------------
 
@@ -282,7 +287,7 @@ class Plain:
 
     def reload(self, options: dict[str, Any]) -> None:
         saved = self.opt.save()
-        self.opt.close()
+        self.end()
         self.kept.clear()
         self.opt = self.build([{"params": group["params"]} for group in self.opt.groups], options)
         self.opt.load(saved)
@@ -311,7 +316,7 @@ class Plain:
     ) -> None:
         if self.run is None:
             return
-        self.opt.close()
+        self.end()
         self.kept.clear()
         self.model = build_model(self.program)
         self.params = list(self.model.parameters())

@@ -158,11 +158,14 @@ class PlainOptimizer:
                 row.take_over()
 
     def close(self) -> None:
-        """What was written after an update that is late stands."""
+        try:
+            self.flush()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         for row in self.rows.values():
-            if row.written and not row.loaded:
-                row.late = None
-            row.send_late()
+            row.late = None
             row.gradient = None
             if row.hook is not None:
                 row.hook.remove()
@@ -234,9 +237,7 @@ class PlainOptimizer:
         for row in self.rows.values():
             if row.step and not row.shown:
                 row.start_anew()
-            if row.late is not None:
-                row.written = row.loaded = False  # the weight is the one before the master's
-            elif row.written or row.loaded:
+            if row.late is None and (row.written or row.loaded):
                 row.take_over()
         norm = self.last_grad_norm = math.sqrt(sum(gradient.square_sum() for _, gradient in gradients))
         self.last_step_skipped = not math.isfinite(norm)
@@ -269,7 +270,12 @@ class PlainOptimizer:
             row.send_late()
 
     def _check_writes(self) -> None:
-        if any(row.late is not None and row.written and not row.loaded for row in self.rows.values()):
+        """What was late when it was saved is held against no weights: these are the ones before."""
+        late = [row for row in self.rows.values() if row.late is not None]
+        for row in late:
+            if row.loaded:
+                row.written = row.loaded = False
+        if any(row.written for row in late):
             raise Refused(RuntimeError, "was written to while a delayed update")
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -283,9 +289,8 @@ class PlainOptimizer:
     def save(self) -> dict[str, Any]:
         """Groups without their parameters, and the state of each parameter that has one, by position."""
         states = {}
-        self._check_writes()
         for row in self.rows.values():
-            if row.written and not row.loaded:
+            if row.late is None and row.written and not row.loaded:
                 row.take_over()
         for position, param in enumerate(self.params()):
             row = self.rows.get(id(param))
@@ -298,9 +303,13 @@ class PlainOptimizer:
         return copy.deepcopy({"groups": groups, "sizes": sizes, "states": states, "delayed": self._delayed()})
 
     def _delayed(self) -> dict[str, Any] | None:
-        rows = [self.rows.get(id(param)) for param in self.params()]
-        late = [position for position, row in enumerate(rows) if row and row.shown and row.late is not None]
-        return None if self.delay_after is None and not late else {"steps": self.steps, "late": late}
+        """Not of parameters that were written to, nor of those whose state was deleted."""
+        rows = {position: self.rows.get(id(param)) for position, param in enumerate(self.params())}
+        late = {position: row for position, row in rows.items() if row is not None and row.late is not None}
+        if self.delay_after is None and not late:
+            return None
+        saved = [position for position, row in late.items() if row.shown and (row.loaded or not row.written)]
+        return {"steps": self.steps, "late": saved}
 
     def load(self, saved: dict[str, Any]) -> None:
         if saved["sizes"] != [len(group["params"]) for group in self.groups]:
@@ -308,11 +317,9 @@ class PlainOptimizer:
         for group, hyper in zip(self.groups, copy.deepcopy(saved["groups"]), strict=True):
             group.update(hyper)
         self.waiting, self.written = {}, set()
-        delayed = saved["delayed"] or {"steps": self.steps, "late": []}
-        late = [self.params()[position] for position in delayed["late"]]
+        late = [self.params()[position] for position in saved["delayed"]["late"]] if saved["delayed"] else []
         self.manage([param for param in self.params() if param.requires_grad or any(param is one for one in late)])
         for row in self.rows.values():
-            row.loaded = row.loaded or row.late is not None  # its master is ahead of the weight
             row.late = None
         for position, param in enumerate(self.params()):
             state = saved["states"].get(position)
@@ -321,10 +328,12 @@ class PlainOptimizer:
                 self.waiting[id(param)] = state
             elif row is not None and state is None:
                 row.start_anew()
-                row.shown = False
+                row.master.copy_(param.detach().reshape(-1))
+                row.shown = row.written = row.loaded = False
             elif row is not None:
                 self._load(row, state)
-        self.steps = delayed["steps"]
+        updates = max((row.step for row in self.rows.values()), default=0)
+        self.steps = saved["delayed"]["steps"] if saved["delayed"] else updates
         for param in late:
             row = self.rows[id(param)]
             row.late = row.master.to(row.wire)

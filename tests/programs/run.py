@@ -44,8 +44,7 @@ def _run(program: Program, inside: bool) -> None:
             exchanging = inside and (op.name == "backward" or (exchanging and op.name != "step"))
             _compare(user, plain, full=(user.handle is None and not exchanging) or op.name == "check")
         done = "close()"
-        user.close()
-        plain.close()
+        _run_one(user, plain, Op("close"))
         for position, (param, other) in enumerate(zip(user.params, plain.params, strict=True)):
             assert_same_bits(param.detach(), other.detach(), f"parameter {position}")
     except Exception as error:

@@ -68,6 +68,14 @@ class User:
             self.handle.remove()
         self.opt.close()
 
+    def end(self) -> None:
+        """Go on without the optimizer, also where it says that what was written stands."""
+        try:
+            self.opt.close()
+        except RuntimeError as error:
+            if "was written to while a delayed update" not in str(error):
+                raise
+
     # -- backward and step -------------------------------------------------------------------------------------
 
     def backward(self, **args: Any) -> Any:
@@ -247,7 +255,7 @@ class User:
         groups = [
             {"params": [(self.names[id(param)], param) for param in group["params"]]} for group in self.opt.param_groups
         ]
-        self.opt.close()
+        self.end()
         self.build(groups, options)
         self.opt.load_state_dict(saved)
         if handed_over:
@@ -273,7 +281,7 @@ class User:
         """The run was killed: what was saved of it goes into a new model and a new optimizer."""
         if self.run is None:
             return
-        self.opt.close()  # for its threads; nobody will see what it does to the old model
+        self.end()  # for its threads; nobody will see what it does to the old model
         self.handle = None
         self.aside.clear()
         self.take_model()
