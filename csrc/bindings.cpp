@@ -45,11 +45,7 @@ void check_sums(uintptr_t sums, int64_t n) {
 template <class Function>
 void over_chunks(int64_t n, int threads, const Function& range) {
   const py::gil_scoped_release unlocked;
-  const int64_t chunk = chunk_elements();
-  parallel_for(chunk_count(n, chunk), threads, [&](int64_t index) {
-    const Range r = chunk_range(n, chunk, index);
-    range(r.begin, r.end);
-  });
+  parallel_ranges(n, threads, range);
 }
 
 void adam_step(uintptr_t param, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, const std::string& grad_dtype,

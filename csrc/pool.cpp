@@ -34,6 +34,10 @@ void work(Job& job) {
   }
 }
 
+// This thread is on a job of the pool. A call from within one of its tasks must not wait for the pool, which waits
+// for the task.
+thread_local bool at_work = false;
+
 class Pool {
  public:
   void run(Job& job, int helpers) {
@@ -45,7 +49,9 @@ class Pool {
       seats_ = std::min(helpers, workers_);
     }
     wake_.notify_all();
+    at_work = true;
     work(job);
+    at_work = false;
     std::unique_lock<std::mutex> lock(mutex_);
     job_ = nullptr;  // who has not come by now finds nothing left to do
     done_.wait(lock, [this] { return busy_ == 0; });
@@ -78,6 +84,7 @@ class Pool {
   }
 
   void serve() {
+    at_work = true;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       wake_.wait(lock, [this] { return leaving_ || (job_ != nullptr && seats_ > 0); });
@@ -126,7 +133,7 @@ Pool& pool() {
 void run_tasks(int64_t count, int threads, Task task, const void* context) {
   Job job{task, context, count};
   const int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
-  if (helpers <= 0) return work(job);
+  if (helpers <= 0 || at_work) return work(job);
   pool().run(job, helpers);
 }
 

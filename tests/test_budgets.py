@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PYTHON = sorted(
     p for folder in ("zofftk", "triton_kernels", "experiments", "paper_figures") for p in ROOT.glob(f"{folder}/**/*.py")
 )
-CPP = sorted(p for p in (ROOT / "csrc").iterdir() if p.suffix in (".cpp", ".h", ".inl"))
+CPP = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h", ".inl"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

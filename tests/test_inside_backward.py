@@ -8,19 +8,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zofftk
+from tests import delayed_rule
+from tests.compare import assert_same_bits
+from tests.delayed_rule import HYPER, mlp
+from tests.delayed_rule import loss_of as loss
 from tests.small_gpt import build, loss_of
-from tests.test_delayed import HYPER, DelayedAdamW, assert_equal, loss, mlp
-from zofftk import hooks
 from zofftk.device.emulated import EmulatedDevice
 
 pytestmark = [pytest.mark.usefixtures("no_threads_left"), pytest.mark.usefixtures("at_once")]
 FALLS_BACK = "delayed values are exchanged at step(), not inside backward"
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """Small gradients are taken one by one, as large ones are."""
-    monkeypatch.setattr(hooks, "INBOX_SIZE", 1)
 
 
 class Watched(EmulatedDevice):
@@ -34,47 +30,34 @@ class Watched(EmulatedDevice):
 
 
 def open_delayed(model, **options):
-    options = {"bucket_bytes": 1, "device": Watched(delays=1, poison=True), **HYPER, "delay_after": 0, **options}
+    options = {
+        "bucket_bytes": 1,
+        "device": Watched(delays=1, poison=True),
+        **HYPER["AdamW"],
+        "delay_after": 0,
+        **options,
+    }
     return zofftk.OffloadAdamW(model.named_parameters(), update="delayed", backwards_per_step=1, **options)
 
 
-class Pair:
-    """The engine and the rule, on a model each; every loss is compared."""
+class Pair(delayed_rule.Pair):
+    """With one loss, and one backward a step announced."""
 
     def __init__(self, make, loss, **options):
-        self.model, self.twin, self.loss = make(), make(), loss
-        self.opt = open_delayed(self.model, **options)
-        self.plain = DelayedAdamW(self.twin.parameters(), 0, options.get("max_grad_norm"), **HYPER)
+        options = {"device": Watched(delays=1, poison=True), **options}
+        super().__init__(make, {"backwards_per_step": 1}, **options)
+        self.loss = loss
         self.device = self.opt._engine.device
         self.num_buckets = len(self.opt._engine.buckets)
-        self.steps = 0
 
-    def backward(self, **kwargs):
-        value, twin_value = self.loss(self.model, self.steps), self.loss(self.twin, self.steps)
-        torch.testing.assert_close(value, twin_value, rtol=0, atol=0)
-        value.backward(**kwargs)
-        twin_value.backward(**kwargs)
-
-    def zero_grad(self):
-        self.opt.zero_grad()
-        for p in self.plain.params:
-            p.grad = None
-
-    def step(self):
-        self.opt.step()
-        self.plain.step()
-        self.steps += 1
-        self.zero_grad()
+    def backward(self, loss=None):
+        super().backward(loss or self.loss)
 
     def train(self, steps):
-        for _ in range(steps):
-            self.backward()
-            self.step()
+        super().train(self.loss, steps)
 
     def finish(self):
-        self.opt.flush()
-        self.plain.flush()
-        assert_equal(self.model, self.opt, self.twin, self.plain)
+        self.assert_same()
         self.opt.close()
 
 
@@ -170,13 +153,40 @@ def test_a_dropped_backward_is_none(drop):
     if drop == "zero_grad":
         pair.zero_grad()
     else:
-        for p in [*pair.model.parameters(), *pair.twin.parameters()]:
+        for p in pair.model.parameters():
             p.grad = None
-    pair.opt.synchronize()
+        pair.plain.zero_grad()
     pair.plain.flush()
     pair.train(3)
     assert pair.device.inside == (2 + 1 + 2) * pair.num_buckets
     pair.finish()
+
+
+def test_a_backward_that_fails_leaves_no_value_under_way():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("a fault in backward")
+
+    pair = Pair(mlp, loss)
+    pair.train(3)
+    inside = pair.device.inside
+    x = torch.ones(3, 16, dtype=torch.bfloat16)
+    with pytest.raises(ArithmeticError):
+        pair.model[1:](Fails.apply(pair.model[0](x))).sum().backward()
+    assert pair.device.inside > inside
+    pair.opt.zero_grad()
+    for p in (pair.model[4].weight, pair.model[4].bias, pair.model[2].bias):  # of the bucket that was full
+        assert_same_bits(p.detach(), pair.opt.state[p]["master"].to(p.dtype))
+    loss(pair.model, 9).backward()  # brings the others
+    for p in pair.model.parameters():
+        assert_same_bits(p.detach(), pair.opt.state[p]["master"].to(p.dtype))
+    pair.opt.step()
+    pair.opt.close()
 
 
 def test_a_graph_that_is_kept_is_still_whole():
@@ -218,15 +228,15 @@ def test_a_weight_that_the_graph_uses_past_autograd_is_its_own_error():
 
 
 def test_an_unused_parameter_gets_its_value_at_the_step():
-    torch.manual_seed(0)
-    pair = Pair(
-        lambda: nn.ModuleList(nn.Linear(70, 70, bias=False) for _ in range(3)).requires_grad_(),
-        lambda layers, step: sum(
-            layer(torch.full((1, 70), 0.5)).sum() for i, layer in enumerate(layers) if i == 0 or (step + i) % 2
-        ),
-    )
-    pair.twin.load_state_dict(pair.model.state_dict())
-    pair.plain = DelayedAdamW(pair.twin.parameters(), 0, **HYPER)
+    def layers():
+        torch.manual_seed(0)
+        return nn.ModuleList(nn.Linear(70, 70, bias=False) for _ in range(3))
+
+    def some(layers, step):
+        used = [layer for i, layer in enumerate(layers) if i == 0 or (step + i) % 2]
+        return sum(layer(torch.full((1, 70), 0.5)).sum() for layer in used)
+
+    pair = Pair(layers, some)
     pair.train(6)
     assert 0 < pair.device.inside < 5 * pair.num_buckets
     pair.finish()
@@ -238,10 +248,10 @@ def test_a_parameter_that_was_written_to_waits_for_the_step_to_refuse():
     with torch.no_grad():
         pair.model[0].weight.fill_(5.0)
     loss(pair.model, 3).backward()
-    with pytest.raises(RuntimeError, match=r"'0.weight' was written to while a delayed update of it was under way"):
+    with pytest.raises(RuntimeError, match="of group 0 was written to while a delayed update of it was under way"):
         pair.opt.step()
     assert (pair.model[0].weight == 5.0).all()
-    with pytest.raises(RuntimeError, match=r"'0.weight' was written to while a delayed update of it was under way"):
+    with pytest.raises(RuntimeError, match="of group 0 was written to while a delayed update of it was under way"):
         pair.opt.close()
 
 

@@ -15,7 +15,18 @@ ROOT = Path(__file__).parent.parent
 def test_the_public_names_are_these():
     optimizers = ["OffloadAdam", "OffloadAdamW", "OffloadLion", "OffloadSGD"]
     assert sorted(zofftk.__all__) == sorted(
-        [*optimizers, "CPUAdamW", "LossScale", "OffloadConfig", "cpu_adam", "load", "offload", "save"]
+        [
+            *optimizers,
+            "CPUAdamW",
+            "LossScale",
+            "OffloadConfig",
+            "cpu_adam",
+            "cpu_lion",
+            "cpu_sgd",
+            "load",
+            "offload",
+            "save",
+        ]
     )
     for name in zofftk.__all__:
         assert getattr(zofftk, name).__doc__

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zofftk import cpu_adam as cpu_adam
+    from zofftk import cpu_lion as cpu_lion
+    from zofftk import cpu_sgd as cpu_sgd
     from zofftk.config import OffloadConfig as OffloadConfig
     from zofftk.cpu_adamw import CPUAdamW as CPUAdamW
     from zofftk.loss_scale import LossScale as LossScale
@@ -28,6 +30,8 @@ __all__ = [
     "OffloadLion",
     "OffloadSGD",
     "cpu_adam",
+    "cpu_lion",
+    "cpu_sgd",
     "load",
     "offload",
     "save",
@@ -54,7 +58,7 @@ except PackageNotFoundError:  # a source tree that was not installed
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first asked for, so that the import is light."""
-    if name in ("cpu_adam", "hf"):
+    if name in ("cpu_adam", "cpu_lion", "cpu_sgd", "hf"):
         return importlib.import_module(f"zofftk.{name}")
     if name == "_cpu_adam":  # whoever writes `from zofftk import _cpu_adam` comes by here the first time
         return _load_kernel()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zofftk.cpu_adam import as_number
+from zofftk.cpu_arguments import as_number
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 MOMENTS = ("exp_avg", "exp_avg_sq")

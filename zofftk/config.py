@@ -36,7 +36,8 @@ class OffloadConfig:
             and clipping see the true gradient.
         update: "synchronous", or "delayed": the host applies a gradient while the next step computes, and the
             parameters get their values one step late.
-        delay_after: steps that are synchronous before the delay begins.
+        delay_after: steps that are synchronous before the delay begins, counted from the first of a run, also where
+            it was saved and resumed.
         backwards_per_step: announces how many backwards bring the gradients of a step. With 1, delayed values are
             exchanged behind the gradients inside backward, wherever that is right; a second backward is an error.
         process_group: the ranks that train this model on different data and share its states (a

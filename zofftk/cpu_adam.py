@@ -5,15 +5,22 @@ coefficient, weight decay and the copy back to 16 bits are part of the pass. The
 instruction set, thread count and alignment.
 """
 
-import operator
 from typing import Any
 
 import torch
 
 from zofftk import _cpu_adam
+from zofftk.cpu_arguments import (
+    as_number,
+    check_at_least_0,
+    check_betas,
+    check_tensors,
+    check_threads,
+    note_written,
+    pointers,
+    whole,
+)
 from zofftk.threads import usable_threads
-
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def adamw_step(
@@ -77,62 +84,8 @@ def adam_step(
 
 def check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
     """Raise ValueError (TypeError for what is no number) naming the first that Adam cannot use."""
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not as_number(name, value) >= 0.0:
-            raise ValueError(f"{name}: expected 0 or more, got {value}")
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas: expected two numbers, got {betas!r}")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= as_number(f"betas[{index}]", beta) < 1.0:
-            raise ValueError(f"betas[{index}]: expected 0 <= beta < 1, got {beta}")
-
-
-def check_threads(threads: Any) -> int:
-    """The number of threads as an int; raises TypeError or ValueError where it cannot be one."""
-    return _whole("threads", threads, 31)
-
-
-def as_number(name: str, value: Any) -> float:
-    """Of anything but text that float() takes; raises TypeError."""
-    try:
-        if isinstance(value, str | bytes | bytearray):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
-
-
-def _whole(name: str, value: Any, bits: int) -> int:
-    try:
-        whole = operator.index(value)
-    except (TypeError, RuntimeError):
-        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
-    if whole < 1:
-        raise ValueError(f"{name}: expected 1 or more, got {value}")
-    if whole >= 2**bits:
-        raise ValueError(f"{name}: expected less than 2**{bits}, got {value}")
-    return whole
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: expected a tensor on device cpu, got device {tensor.device}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.numel() != numel:
-        raise ValueError(f"{name}: expected {numel} elements as in param, got {tensor.numel()}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
-    if tensor.is_neg():
-        raise ValueError(f"{name}: expected a tensor of plain values, got a lazily negated view; call resolve_neg()")
-    needed = (tensor.storage_offset() + numel) * tensor.element_size()
-    held = tensor.untyped_storage().nbytes()
-    if numel > 0 and held < needed:
-        raise ValueError(f"{name}: expected {needed} bytes of storage, got {held}; has it been freed?")
+    check_at_least_0(lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
 
 
 def _step(
@@ -151,24 +104,16 @@ def _step(
     decoupled: bool,
 ) -> None:
     check_hyperparameters(lr, betas, eps, weight_decay)
-    step, threads = _whole("step", step, 63), usable_threads() if threads is None else check_threads(threads)
+    step, threads = whole("step", step, 63), usable_threads() if threads is None else check_threads(threads)
     grad_scale = as_number("grad_scale", grad_scale)
-    numel = param.numel() if isinstance(param, torch.Tensor) else 0
-    for name, tensor in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        _check_tensor(name, tensor, (torch.float32,), numel)
-    _check_tensor("grad", grad, tuple(DTYPE_NAMES), numel)
-    if out is not None:
-        _check_tensor("out", out, tuple(DTYPE_NAMES), numel)
+    numel = check_tensors({"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad, out)
     if numel == 0:
         return
     _cpu_adam.adam_step(
         param.data_ptr(),
         exp_avg.data_ptr(),
         exp_avg_sq.data_ptr(),
-        grad.data_ptr(),
-        DTYPE_NAMES[grad.dtype],
-        0 if out is None else out.data_ptr(),
-        "" if out is None else DTYPE_NAMES[out.dtype],
+        *pointers(grad, out),
         numel,
         step=step,
         lr=float(lr),
@@ -180,6 +125,4 @@ def _step(
         grad_scale=grad_scale,
         threads=threads,
     )
-    for written in (param, exp_avg, exp_avg_sq, out):
-        if written is not None and not written.is_inference():
-            torch.autograd.graph.increment_version(written)
+    note_written(param, exp_avg, exp_avg_sq, out)

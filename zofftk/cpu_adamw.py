@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from zofftk.adamw_state import checked_states
-from zofftk.cpu_adam import DTYPE_NAMES, adamw_step, check_hyperparameters, check_threads
+from zofftk.cpu_adam import adamw_step, check_hyperparameters
+from zofftk.cpu_arguments import DTYPE_NAMES, check_threads
 from zofftk.memory_overlap import Place, overlapping, overlaps_itself
 
 # Options of torch.optim.AdamW that must keep their default here, and stay in the groups so that state dicts fit both.

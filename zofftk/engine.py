@@ -36,7 +36,7 @@ from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
-from zofftk.policies import Delayed, Policy, make_policy
+from zofftk.policies import Delayed, Policy, make_policy, take_kept
 from zofftk.ranks.one import OneRank, Ranks
 from zofftk.ranks.slices import local_of
 from zofftk.rules.base import Hyper, Rule
@@ -300,6 +300,8 @@ class Engine:
         """
         self.land_all()
         self.take_norms(at_step=True)
+        if not self.policy.is_late:
+            self.exchange(take_kept(self.policy))  # loaded from a run that was late
         live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
         norm = clipping.global_norm([self.square_sum(managed) for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []

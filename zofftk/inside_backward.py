@@ -105,6 +105,9 @@ class InsideBackward(AtStep):
             if not self.way_up.in_flight:
                 return  # a single slot, which gradients need
             self.way_up.land_next()
+        if not self._exchanged:
+            # No forward waits for these values: they are there when backward returns, whether a step follows or not.
+            torch.autograd.Variable._execution_engine.queue_callback(self.land_all)
         self._exchanged = True
         self.way_up.updated[bucket] = kept.pop(bucket)
         self.way_up.send()

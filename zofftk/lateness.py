@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,9 +49,9 @@ def check_edits(late: Sequence[Managed]) -> None:
         )
 
 
-def warn_if_kept(policies: list[Policy]) -> None:
-    """At the end of an optimizer that was not closed."""
-    if policies[-1].kept:
+def warn_if_kept(policies: list[Policy], pid: int) -> None:
+    """At the end of an optimizer that was not closed, in the process `pid` that has built it: not in its forks."""
+    if policies[-1].kept and os.getpid() == pid:
         logger.warning("the last delayed update has not reached the parameters: call close() or flush() at the end")
 
 
@@ -58,35 +59,48 @@ def warn_if_kept(policies: list[Policy]) -> None:
 
 
 def state(engine: Engine, params: Sequence[torch.Tensor]) -> dict[str, Any] | None:
-    """Steps so far, and the positions of the parameters whose masters are one update ahead; None if never delayed."""
-    if not isinstance(engine.policy, Delayed):
+    """Steps so far, and the positions of the parameters whose masters are one update ahead; None if never delayed.
+
+    Not of those that were written to since: what was written counts, as after `refresh()`. Nor of those whose state
+    was deleted: no master of theirs is saved.
+    """
+    kept = [engine.managed[index] for index in kept_params(engine.policy)]
+    if not isinstance(engine.policy, Delayed) and not kept:
         return None
-    late = {id(engine.managed[index].tensor) for index in kept_params(engine.policy)}
+    late = {id(one.tensor) for one in kept if one.step and (one.is_loaded or not one.is_edited)}
     return {"steps": engine.policy.steps, "late": [i for i, param in enumerate(params) if id(param) in late]}
 
 
+def trained_or_late(saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without the frozen ones, but for those that were late when `saved` was made: these still get that value."""
+    late = set() if saved is None else saved["late"]
+    return [param for position, param in enumerate(params) if param.requires_grad or position in late]
+
+
 def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> None:
-    """Forget what is late, and take over what was late when `saved` was made."""
+    """Forget what is late, and take over what was late when `saved` was made: it comes with the next step.
+
+    Under each policy: the weights of that time may be loaded afterwards.
+    """
     take_kept(engine.policy)
-    if saved is None:
+    if saved is None:  # of a run that was not delayed
+        engine.policy.steps = max((managed.step for managed in engine.managed), default=0)
         return
     engine.policy.steps = int(saved["steps"])
     tensors = {id(params[position]) for position in saved["late"]}
     late = {managed.index for managed in engine.managed if id(managed.tensor) in tensors}
+    for segment in {id(engine.managed[index].segment): engine.managed[index].segment for index in late}.values():
+        segment.have_spares(engine.device)
     updates = [_kept_update(engine, bucket, late & bucket.params) for bucket in engine.buckets]
-    updates = [update for update in updates if update.present]
-    if isinstance(engine.policy, Delayed):
-        engine.policy.kept = {update.bucket: update for update in updates}
-        return
-    for index in late:
-        engine.managed[index].note()
-    engine.exchange(updates)
+    engine.policy.kept = {update.bucket: update for update in updates if update.present}
 
 
 def _kept_update(engine: Engine, bucket: HostBucket, present: set[int]) -> Update:
     """The values that the masters round to, where they would wait after a step."""
-    wire = bucket.spare or bucket.wire
+    wire = bucket.spare or bucket.wire  # a spare, where there is anything to keep
     if present:
+        if (sent := bucket.sent.get(wire)) is not None:
+            engine.device.synchronize(sent, f"load: what was late in {bucket.label} must have left")
         engine.device.touch(f"load: {bucket.label}", reads=[bucket.master], writes=[wire])
     for piece in bucket.pieces_of(present):
         part = slice(piece.offset, piece.offset + piece.numel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zofftk import gradients, lateness, states
+from zofftk import carried, gradients, lateness, states
 from zofftk.config import OffloadConfig
 from zofftk.cpu_kernels import release_workers
 from zofftk.deferred_interrupts import interrupts_deferred
@@ -21,7 +22,7 @@ from zofftk.errors import StoppedError
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
-from zofftk.policies import forget_kept, kept_params
+from zofftk.policies import kept_params
 from zofftk.ranks.opening import open_ranks, open_tensor_parallel
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
@@ -54,7 +55,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self._engine: Engine | None = None  # torch's constructor calls add_param_group before there can be one
         merged = OffloadConfig.merged(config, options)
         self.rule.check_group(defaults)
-        super().__init__(params, defaults | self.rule.torch_group)
+        super().__init__(params, defaults | self.rule.torch_group | carried.room(merged))
         self._managed: dict[int, Managed] = {}  # by id of the parameter
         self._replacements = Replacements(self._managed)
         self._steps = 0
@@ -69,7 +70,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
-        weakref.finalize(self, lateness.warn_if_kept, self._engine.policies)
+        weakref.finalize(self, lateness.warn_if_kept, self._engine.policies, os.getpid())
 
     # -- parameters --------------------------------------------------------------------------------------------
 
@@ -189,7 +190,9 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
             self.state[new] = self.state.pop(old)
         self._managed[id(new)] = self._managed.pop(id(old))
         self._stand_ins.move(managed, new)
-        states.refresh(self._require_engine(), managed)
+        engine = self._require_engine()
+        if not managed.is_loaded or managed.index not in kept_params(engine.policy):
+            states.refresh(engine, managed)  # else the master is one update ahead of the weights that were loaded
 
     def _hypers(self, engine: Engine) -> dict[int, Hyper]:
         """Of every parameter, with room for the moments they ask for."""
@@ -214,6 +217,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                     self._stand_ins.renew(managed.index)
                 elif managed.gathered is Gathered.SPENT:
                     self._stand_ins.renew_if_kept(managed.index)
+            engine.inside.land_all()  # of a backward that has failed
             engine.restart()
         with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
             super().zero_grad(set_to_none)
@@ -239,7 +243,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
             lateness.switch(self._require_engine(), update, delay_after)
 
     def synchronize(self) -> None:
-        """Every parameter and every state holds the values of the last step."""
+        """Every parameter and every state holds the values of the last step, but for what is late: see `flush`."""
         engine = self._require_engine()
         with interrupts_deferred():
             engine.land_all()
@@ -307,11 +311,9 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         """
         late = kept_params((engine := self._require_engine()).policy)
         for managed in engine.managed:
-            if managed.index in late:
-                if not managed.is_edited:
-                    continue  # its master is ahead of it
-                forget_kept(engine.policy, managed.index)
-            states.refresh(engine, managed)
+            is_ahead = managed.index in late and (managed.is_loaded or not managed.is_edited)  # its master is
+            if not is_ahead:
+                states.refresh(engine, managed)
 
     def close(self) -> None:
         """Remove the hooks and end the engine's threads; the states stay readable. Idempotent."""
@@ -338,8 +340,8 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The format of torch's optimizer, with the fp32 parameters beside the moments under `master`.
 
-        A dynamic loss scale is under `loss_scale`, beside `state` and `param_groups`. The tensors are views of the
-        host's memory: save or copy them before the next step.
+        Beside `state` and `param_groups`, a dynamic loss scale is under `loss_scale`, what is late under `delayed`; in
+        each group is a copy of both. The tensors are views of the host's memory: save or copy them before a step.
         """
         if self._engine is not None:
             self._engine.land_all()
@@ -352,7 +354,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
         late = None if self._engine is None else lateness.state(self._engine, self._all_params())
         extras = {"loss_scale": self._scale.state(), "delayed": late}
-        return saved | {key: value for key, value in extras.items() if value is not None}
+        return carried.attach(saved, {key: value for key, value in extras.items() if value is not None})
 
     def show_states(self) -> dict[str, Any]:
         """`state_dict()` with a state for every parameter, also before the first step: what `load_sharded` fills."""
@@ -377,11 +379,13 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         Source: `torch.optim.Optimizer.load_state_dict`, but for the cast to the parameter's dtype.
         """
         engine = self._require_engine()
+        state_dict = carried.restored(state_dict)
         saved = match_states(state_dict, self.param_groups, self._names(), self.rule)
         engine.land_all()
         engine.finish()
-        super().load_state_dict({"state": {}, "param_groups": groups_to_load(self.rule, state_dict["param_groups"])})
-        self._manage([param for param in self._all_params() if param.requires_grad])
+        groups = groups_to_load(self.rule, state_dict["param_groups"], carried.room(engine.config))
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self._manage(lateness.trained_or_late(state_dict.get("delayed"), self._all_params()))
         files = FileMappings()
         for param in self._all_params():
             managed, state = self._managed.get(id(param)), saved.get(id(param))
@@ -390,6 +394,8 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                 if state is not None:
                     self.state[param] = entries_of_others(self.rule, state)
                     states.publish(engine, self.rule, self.state, managed)
+                else:
+                    states.refresh(engine, managed, anew=True)  # it had no update: its weight is all there is
             elif state is not None:
                 self.state[param] = on_host(state)  # kept for when it is trained
         files.release()

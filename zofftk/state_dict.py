@@ -35,7 +35,6 @@ def match_states(
             raise ValueError(f"the saved group {number} has no {missing[0]!r}")
         rule.check_group(group)
     check_scale_state(state_dict.get("loss_scale"))
-    check_saved_lateness(state_dict.get("delayed"), sum(sizes))
     params = [param for group in param_groups for param in group["params"]]
     saved_ids = [number for group in groups for number in group["params"]]
     states: dict[int, dict[str, Any]] = {}
@@ -43,6 +42,7 @@ def match_states(
         if saved := state_dict["state"].get(saved_id):
             check_state(saved, param, names[id(param)], rule)
             states[id(param)] = saved
+    check_saved_lateness(state_dict.get("delayed"), [id(param) in states for param in params])
     return states
 
 
@@ -57,9 +57,9 @@ def on_host(saved: dict[str, Any]) -> dict[str, Any]:
     return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
 
 
-def groups_to_load(rule: Rule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def groups_to_load(rule: Rule, groups: list[dict[str, Any]], room: dict[str, Any]) -> list[dict[str, Any]]:
     """As torch does it: entries that older states lack get their defaults; the kind of decay is the optimizer's own."""
-    extras = rule.torch_group
+    extras = rule.torch_group | room
     fixed = {key: extras[key] for key in ("decoupled_weight_decay",) if key in extras}
     missing = [{key: value for key, value in extras.items() if key not in group} for group in groups]
     return [{**group, **defaults, **fixed} for group, defaults in zip(groups, missing, strict=True)]

@@ -12,7 +12,7 @@ from zofftk.host_views import HostViews, edited_states, finisher
 from zofftk.lateness import check_edits
 from zofftk.managed import Managed
 from zofftk.mapped import FileMappings
-from zofftk.policies import kept_params
+from zofftk.policies import forget_kept, kept_params
 from zofftk.rules.base import Rule
 from zofftk.state_dict import MASTER, saved_step
 
@@ -112,8 +112,12 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
         refresh(engine, managed)
 
 
-def refresh(engine: Engine, managed: Managed) -> None:
-    """Take over what was written into a parameter: masters whose rounded value still stands keep their bits."""
+def refresh(engine: Engine, managed: Managed, *, anew: bool = False) -> None:
+    """Take over what was written into a parameter: masters whose rounded value still stands keep their bits.
+
+    With `anew`, none does. An update of it that is late is dropped: its value would be written over what is taken over.
+    """
+    forget_kept(engine.policy, managed.index)
     engine.land_all()
     engine.finish()
     masters = [bucket.master for bucket in managed.buckets]
@@ -122,5 +126,7 @@ def refresh(engine: Engine, managed: Managed) -> None:
     for start, master in managed.segment.parts(MASTER, managed.index):
         value = whole[start : start + master.numel()].to(master.device)
         changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value
+        if anew:
+            changed.fill_(True)
         master[changed] = value[changed].float()
     managed.note()

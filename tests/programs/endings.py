@@ -46,9 +46,9 @@ def _fail():
     raise MemoryError("no room")
 
 
-def build(device=None):
+def build(device=None, **options):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    return model, zofftk.OffloadAdamW(model.parameters(), lr=0.1, device=device or Slow())
+    return model, zofftk.OffloadAdamW(model.parameters(), lr=0.1, device=device or Slow(), **options)
 
 
 def step(model, opt):
@@ -169,7 +169,47 @@ def spawned_child():
     sys.exit(process.exitcode)
 
 
+def late(hand_over=False):
+    """A model whose last update is late."""
+    model, opt = build(update="delayed", delay_after=0)
+    if hand_over:
+        zofftk.offload(model, opt)
+    for _ in range(3):
+        step(model, opt)
+    return model, opt
+
+
+def late_and_handed_over():
+    late(hand_over=True)
+
+
+def late_exit_3():
+    _kept = late()
+    sys.exit(3)
+
+
+def late_exception():
+    _kept = late()
+    raise ValueError("of the training loop")
+
+
+def late_closed():
+    late()[1].close()
+
+
+def late_forked_child():
+    _kept = late()
+    if (pid := os.fork()) == 0:
+        sys.exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
 CASES = {
+    "late, handed over": late_and_handed_over,
+    "late, exit 3": late_exit_3,
+    "late, exception": late_exception,
+    "late, closed": late_closed,
+    "late, forked child": late_forked_child,
     "normal": normal,
     "exception": exception,
     "exit 3": exit_3,

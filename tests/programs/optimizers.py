@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 import zofftk
-from zofftk import cpu_kernels
 from zofftk.cpu_adam import adam_step, adamw_step
+from zofftk.cpu_lion import lion_step
+from zofftk.cpu_sgd import sgd_step
 from zofftk.optimizer import OffloadOptimizer
 
 Moments = dict[str, torch.Tensor]
@@ -36,9 +37,8 @@ def _lion(
     master: torch.Tensor, moments: Moments, grad: torch.Tensor, out: torch.Tensor, group: Any, **options: Any
 ) -> None:
     del options["step"]
-    beta1, beta2 = group["betas"]
-    hyper = {"beta1": beta1, "beta2": beta2} | {key: float(group[key]) for key in ("lr", "weight_decay")}
-    cpu_kernels.lion(master, _zeros(moments, "exp_avg", master), grad, out, **hyper, **options)
+    hyper = {"betas": group["betas"]} | {key: float(group[key]) for key in ("lr", "weight_decay")}
+    lion_step(master, _zeros(moments, "exp_avg", master), grad, out=out, **hyper, **options)
 
 
 def _sgd(
@@ -48,7 +48,7 @@ def _sgd(
     hyper = {key: float(group[key]) for key in ("lr", "momentum", "dampening", "weight_decay")}
     first = "momentum_buffer" not in moments
     buffer = _zeros(moments, "momentum_buffer", master) if hyper["momentum"] else None
-    cpu_kernels.sgd(master, buffer, grad, out, nesterov=group["nesterov"], first=first, **hyper, **options)
+    sgd_step(master, buffer, grad, out=out, nesterov=group["nesterov"], first=first, **hyper, **options)
 
 
 def _without_eps(hyper: dict[str, Any]) -> dict[str, Any]:
