@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 import zofftk
 from tests.compare import assert_same_bits
 from tests.sharding import SHAPES, sharded, whole
-from zofftk.boxes import boxes
-from zofftk.sharded_saving import load_sharded, save_sharded
-from zofftk.sharded_state import ShardedState
+from zofftk.sharding.boxes import boxes
+from zofftk.sharding.saving import load_sharded, save_sharded
+from zofftk.sharding.state import ShardedState
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -245,7 +245,7 @@ def test_a_scalar_that_another_rank_holds_is_refused(read):
     ],
 )
 def test_one_file_is_refused_with_what_to_call(save):
-    with pytest.raises(TypeError, match=r"zofftk.sharded_saving.save_sharded"):
+    with pytest.raises(TypeError, match=r"zofftk.save_sharded"):
         save(ShardedState((3, 5), torch.float32))
 
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from zofftk.overlap import offload as offload
     from zofftk.saving import load as load
     from zofftk.saving import save as save
+    from zofftk.sharding.full import gather_full as gather_full
+    from zofftk.sharding.saving import load_sharded as load_sharded
+    from zofftk.sharding.saving import save_sharded as save_sharded
 
 __all__ = [
     "CPUAdamW",
@@ -28,9 +31,12 @@ __all__ = [
     "OffloadLion",
     "OffloadSGD",
     "cpu_adam",
+    "gather_full",
     "load",
+    "load_sharded",
     "offload",
     "save",
+    "save_sharded",
 ]
 
 _HOMES = {
@@ -41,9 +47,12 @@ _HOMES = {
     "OffloadConfig": "zofftk.config",
     "OffloadLion": "zofftk.offload_lion",
     "OffloadSGD": "zofftk.offload_sgd",
+    "gather_full": "zofftk.sharding.full",
     "load": "zofftk.saving",
+    "load_sharded": "zofftk.sharding.saving",
     "offload": "zofftk.overlap",
     "save": "zofftk.saving",
+    "save_sharded": "zofftk.sharding.saving",
 }
 
 try:

@@ -46,7 +46,7 @@ def shown_state(managed: Managed, name: str) -> torch.Tensor:
     if managed.segment.num_ranks == 1:
         ((_, flat),) = parts
         return flat.view(managed.shape)
-    from zofftk.sharded_state import ShardedState  # torch's checkpoints take long to import
+    from zofftk.sharding.state import ShardedState  # torch's checkpoints take long to import
 
     return ShardedState(managed.shape, torch.float32, parts)
 

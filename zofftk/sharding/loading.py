@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from zofftk import atomic_folder, manifest
 from zofftk.errors import InputError
-from zofftk.sharded_files import METADATA, ChunkReader
+from zofftk.sharding import atomic_folder, manifest
+from zofftk.sharding.files import METADATA, ChunkReader
 
 
 def whole_checkpoint(folder: Path) -> Path:

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils import _pytree
 
-from zofftk.boxes import Box, boxes
 from zofftk.mapped import FileMappings
+from zofftk.sharding.boxes import Box, boxes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,9 +89,9 @@ class ShardedState(torch.Tensor):
     def full(self, group: ProcessGroup | None = None, *, dst: int | None = None) -> torch.Tensor | None:
         """The whole tensor, on the CPU, on every rank of `group`, or on its rank `dst` alone (None on the others).
 
-        A collective: every rank of the group calls it. See `zofftk.sharded_full.gather_full`.
+        A collective: every rank of the group calls it. See `zofftk.gather_full`.
         """
-        from zofftk.sharded_full import gather_full
+        from zofftk.sharding.full import gather_full
 
         whole = gather_full({"the state": self}, group, dst=dst)
         return None if whole is None else whole["the state"]
@@ -163,8 +163,8 @@ class ShardedState(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"{self!r} cannot be pickled, nor saved by torch.save: the other elements are on other ranks. Save with "
-            "zofftk.sharded_saving.save_sharded or torch.distributed.checkpoint.save, or save what "
-            "zofftk.sharded_full.gather_full makes of the state dict"
+            "zofftk.save_sharded or torch.distributed.checkpoint.save, or save what "
+            "zofftk.gather_full makes of the state dict"
         )
 
     def _refusal(self, what: Any) -> RuntimeError:

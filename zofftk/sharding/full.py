@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from zofftk.errors import InputError
 from zofftk.mapped import FileMappings
-from zofftk.rank_group import RankGroup, talking
-from zofftk.sharded_state import ShardedState
+from zofftk.sharding.joint_work import JointWork, talking
+from zofftk.sharding.state import ShardedState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +52,7 @@ def gather_full(state: Any, group: ProcessGroup | None = None, *, dst: int | Non
             on all ranks, before anything is sent.
         RuntimeError: another rank has ended.
     """
-    ranks = RankGroup.of(group, PURPOSE)
+    ranks = JointWork.of(group, PURPOSE)
     leaves = dict(_leaves(state, "state"))
     held = [
         _Held(name, tuple(leaf.shape), leaf.dtype, tuple((part.start, part.stop) for part in leaf.parts))
@@ -100,7 +100,7 @@ def _move(
     start: int,
     stop: int,
     owner: int,
-    ranks: RankGroup,
+    ranks: JointWork,
     dst: int | None,
 ) -> None:
     """Elements [start, stop) from their owner into `flat`, which ranks that get them have."""
