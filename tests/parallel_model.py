@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 WORDS, WIDTH, HIDDEN, LENGTH = 25, 16, 33, 8  # sizes that two ranks do not share evenly
@@ -48,14 +51,6 @@ def build(dtype=torch.float32, mesh=None):
 
 
 def cut(model, mesh):
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
     sequence = Shard(1)
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
@@ -70,8 +65,6 @@ def cut(model, mesh):
 
 
 def mesh_of_sizes(data, tensor):
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
 
 

@@ -33,7 +33,7 @@ OPTIONS = [  # of the optimizer, micro-batches, steps
 ]
 
 
-@pytest.mark.parametrize("data, tensor", [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 2)])
 def test_equals_one_rank(data, tensor):
     def work(rank):
         mesh = mesh_of_sizes(data, tensor)
@@ -50,7 +50,8 @@ def test_equals_one_rank(data, tensor):
                 o.flush()
             for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
                 torch.testing.assert_close(whole(p), q.detach(), rtol=0, atol=2e-4, msg=name)
-            assert len(uncut(model)) == 9 and same_everywhere(uncut(model))
+            assert len(uncut(model)) == 9
+            assert same_everywhere(uncut(model))
             for o in (opt, one):
                 o.close()
 
@@ -69,7 +70,8 @@ def test_the_norm_is_that_of_the_whole_model_and_clips_alike():
             assert norms == pytest.approx([p.grad.norm().item() for p in single.parameters()], rel=1e-5)
             total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             expected = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.1)
-            assert total.item() == pytest.approx(expected.item(), rel=1e-5) and total > 0.1
+            assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert total > 0.1
             assert of_each_rank(norms) == [norms] * 2
             for o in (opt, one):
                 o.step()
@@ -88,7 +90,7 @@ def test_half_precision_and_an_overflow_on_one_rank_which_all_skip():
         mesh = mesh_of_sizes(1, 2)
         for dtype in (torch.bfloat16, torch.float16):
             model, single = build(dtype, mesh["tp"]), build(dtype)
-            scale = zofftk.LossScale(init=2.0**10, growth_interval=2)
+            scale = zofftk.LossScale(initial=2.0**10, growth_interval=2)
             opt = optimizer(model, loss_scale=scale)
             one = optimizer(single, process_group=alone(), loss_scale=scale)
             assert train(model, opt, 6, mesh) == pytest.approx(train(single, one, 6), rel=2e-2)
