@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zofftk
 from tests.parallel_model import build, mesh_of_sizes, train, whole
 from tests.rank_processes import run_ranks
-from tests.test_tensor_parallel import HYPER, alone, optimizer
+from tests.test_tensor_parallel import HYPER, optimizer
 
 # Shapes, and how they are cut: unevenly, along every dimension, with nothing left for some ranks, or not at all.
 CUTS = [
