@@ -29,7 +29,7 @@ OPTIONS = [  # of the optimizer, micro-batches, steps
     ({"max_grad_norm": 0.5}, 1, 20),
     ({"max_grad_norm": 0.5, "loss_scale": 8.0}, 2, 4),
     ({"update": "delayed", "delay_after": 2}, 1, 6),
-    ({"staging_slots": 1, "bucket_bytes": 1}, 1, 4),
+    ({"update": "delayed", "delay_after": 1, "backwards_per_step": 1, "staging_slots": 2, "bucket_bytes": 1}, 1, 5),
 ]
 
 
