@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from zofftk.cpu_adam import adamw_step
-from zofftk.sharded_state import ShardedState
+from zofftk.sharding.state import ShardedState
 
 SHAPES = [(7,), (3, 5), (1,), (), (0,), (2, 0, 3), (2, 3, 4), (40, 9)]
 STATES = ("master", "exp_avg", "exp_avg_sq")

@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from zofftk import atomic_folder
-from zofftk.atomic_folder import begin, commit, found
+from zofftk.sharding import atomic_folder
+from zofftk.sharding.atomic_folder import begin, commit, found
 
 
 def is_ours(name):

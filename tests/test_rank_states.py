@@ -10,7 +10,7 @@ from torch import nn
 import zofftk
 from tests.rank_processes import run_ranks
 from tests.test_ranks import HYPER, alone, mlp, optimizer, same_on_all_ranks, train
-from zofftk.sharded_saving import load_sharded, save_sharded
+from zofftk.sharding.saving import load_sharded, save_sharded
 
 SHAPES = [(7,), (3, 5), (1,), ()]
 
@@ -84,7 +84,7 @@ def test_a_missing_shard_is_named_before_anything_changes(tmp_path):
 
 def test_torch_takes_a_whole_state_over_and_gives_it_back(tmp_path):
     def work(rank):
-        from zofftk.sharded_full import gather_full
+        from zofftk.sharding.full import gather_full
 
         own = params()
         opt = zofftk.OffloadAdamW(own, **HYPER)

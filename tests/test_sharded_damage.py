@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tests.rank_processes import run_ranks
 from tests.sharding import sharded, whole
 from zofftk.errors import InputError
-from zofftk.sharded_saving import load_sharded, save_sharded
+from zofftk.sharding.saving import load_sharded, save_sharded
 
 
 def flip(path):

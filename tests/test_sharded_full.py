@@ -10,10 +10,10 @@ import zofftk
 from tests.compare import assert_same_bits
 from tests.rank_processes import run_ranks
 from tests.sharding import shard_states, sharded, whole, whole_states
-from zofftk import sharded_full
 from zofftk.errors import InputError
-from zofftk.sharded_full import gather_full, take_full
-from zofftk.sharded_state import ShardedState
+from zofftk.sharding import full as sharded_full
+from zofftk.sharding.full import gather_full, take_full
+from zofftk.sharding.state import ShardedState
 
 
 def test_one_file_of_three_ranks_is_read_by_two_and_by_torch(tmp_path):

@@ -17,11 +17,11 @@ import zofftk
 from tests.compare import assert_same_bits
 from tests.rank_processes import run_ranks
 from tests.sharding import SHAPES, shard_states, sharded, update, whole, whole_states
-from zofftk import manifest, sharded_files, sharded_saving
 from zofftk.errors import InputError
-from zofftk.sharded_full import gather_full
-from zofftk.sharded_saving import load_sharded, save_sharded
-from zofftk.sharded_state import ShardedState
+from zofftk.sharding import files, manifest, saving
+from zofftk.sharding.full import gather_full
+from zofftk.sharding.saving import load_sharded, save_sharded
+from zofftk.sharding.state import ShardedState
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def test_a_rank_that_is_killed_during_a_save_leaves_the_previous_checkpoint(tmp_
         assert all(part.numel_here for part in state.values())
         save_sharded(state, folder)
         if rank == 1:
-            write, written = sharded_files._Summed.write, []
+            write, written = files._Summed.write, []
 
             def dying(stream, data):
                 written.append(write(stream, data))
@@ -162,7 +162,7 @@ def test_a_rank_that_is_killed_during_a_save_leaves_the_previous_checkpoint(tmp_
                     os.kill(os.getpid(), signal.SIGKILL)
                 return written[-1]
 
-            sharded_files._Summed.write = dying
+            files._Summed.write = dying
         start = time.monotonic()
         state["value"].zero_()
         with pytest.raises(RuntimeError, match="another rank has ended, or does not answer"):
@@ -204,7 +204,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_previous_checkpoint_stays
             def full_disk(self, data):
                 raise OSError(28, "No space left on device")
 
-            sharded_files._Summed.write = full_disk
+            files._Summed.write = full_disk
         with pytest.raises(OSError, match="No space left on device"):
             save_sharded(state, folder)
         handle = save_sharded(state, folder, wait=False)
@@ -357,8 +357,8 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
 
     def run(rank):
         if rank == 1:  # its file goes elsewhere
-            writer = sharded_saving.summing_writer
-            sharded_saving.summing_writer = lambda folder: writer(tmp_path / "elsewhere")
+            writer = saving.summing_writer
+            saving.summing_writer = lambda folder: writer(tmp_path / "elsewhere")
         because = r"rank 0 does not see it: expected a file system that all ranks share: .*__1_0.distcp"
         with pytest.raises(FileNotFoundError, match=because):
             save_sharded({"a": 2, "b": ShardedState((2,), torch.float32, [(rank, torch.ones(1))])}, tmp_path / "ckpt")

@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 import zofftk
 from tests.compare import assert_same_bits
 from tests.sharding import SHAPES, sharded, whole
-from zofftk.boxes import boxes
-from zofftk.sharded_saving import load_sharded, save_sharded
-from zofftk.sharded_state import ShardedState
+from zofftk.errors import InputError
+from zofftk.sharding.boxes import boxes
+from zofftk.sharding.saving import load_sharded, save_sharded
+from zofftk.sharding.state import ShardedState
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -245,7 +246,7 @@ def test_a_scalar_that_another_rank_holds_is_refused(read):
     ],
 )
 def test_one_file_is_refused_with_what_to_call(save):
-    with pytest.raises(TypeError, match=r"zofftk.sharded_saving.save_sharded"):
+    with pytest.raises(TypeError, match=r"zofftk.save_sharded"):
         save(ShardedState((3, 5), torch.float32))
 
 
@@ -269,3 +270,25 @@ def test_parts_that_do_not_fit(parts, because):
 def test_parts_without_elements_are_left_out():
     state = ShardedState((3, 5), torch.float32, [(2, torch.ones(1)), (2, torch.ones(0))])
     assert [part.start for part in state.parts] == [2]
+
+
+def test_parts_of_a_slice_count_its_own_elements():
+    full = torch.arange(24.0).view(4, 6)
+    slice_of_it = full[1:3, 2:6].reshape(-1)
+    state = ShardedState((4, 6), torch.float32, [(3, torch.zeros(5))], within=((1, 2), (2, 4)))
+    for source in (full, full.t().contiguous().t()):
+        state.zero_()
+        state.read_from(source)
+        assert torch.equal(state.parts[0].values, slice_of_it[3:8])
+    assert state.clone().within == state.within
+    other = ShardedState((4, 6), torch.float32, [(3, torch.zeros(5))])
+    with pytest.raises(ValueError, match="hold different elements"):
+        other.copy_(state)
+    with pytest.raises(ValueError, match=r"expected a slice within a tensor of shape \(4, 6\), got"):
+        ShardedState((4, 6), torch.float32, within=((1, 2), (4, 4)))
+    with pytest.raises(ValueError, match=r"elements \[5, 10\) are not in a tensor of shape \(2, 4\)"):
+        ShardedState((4, 6), torch.float32, [(5, torch.zeros(5))], within=((1, 2), (2, 4)))
+    with pytest.raises(InputError, match="no rank holds 16 of the 24 elements of state"):
+        state.full()
+    with pytest.raises(InputError, match=r"no rank holds elements \[0, 2\) of state"):
+        ShardedState((2,), torch.float32, [(0, torch.zeros(2))], is_copy=True).full()

@@ -41,7 +41,11 @@ class OffloadConfig:
         backwards_per_step: announces how many backwards bring the gradients of a step. With 1, delayed values are
             exchanged behind the gradients inside backward, wherever that is right; a second backward is an error.
         process_group: the ranks that train this model on different data and share its states (a
-            `torch.distributed` process group); None: all ranks, where `torch.distributed` is initialised.
+            `torch.distributed` process group); None: all ranks, where `torch.distributed` is initialised. Where
+            parameters are DTensors (`parallelize_module`, on a mesh of one dimension): those with the same slices,
+            which None finds where the mesh is all ranks, or one of the two dimensions of a mesh of all ranks.
+            Those of `fully_shard` are taken too; with it, accumulate by `set_requires_gradient_sync(False)` in all
+            micro-batches but the last.
         rank_timeout_s: how long a rank waits for the others before it gives up, in seconds; None: torch's default.
         threads: threads of the update; None: as many as the process may use.
         pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.

@@ -38,7 +38,7 @@ from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy, take_kept
 from zofftk.ranks.one import OneRank, Ranks
-from zofftk.ranks.slices import local_of
+from zofftk.ranks.slices import from_slice, is_cut, local_of
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
@@ -93,6 +93,7 @@ class Engine:
             return []
         self.land_all()
         self.ranks.join(tensors, names)
+        is_first = self.tensor_parallel is None or self.tensor_parallel.join(tensors, names)
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
@@ -109,7 +110,8 @@ class Engine:
         self.ranks.add(segment.buckets)
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
             buckets = [bucket for bucket in segment.buckets if i in bucket.params]
-            self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire))
+            is_copy = not is_first and not is_cut(tensor)
+            self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire, is_copy=is_copy))
         self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:
@@ -156,7 +158,7 @@ class Engine:
                     f"the gradient of {managed.name} was used by step() and is gone, so nothing can be added to it: "
                     "call zero_grad() before the next backward"
                 )
-            self._gather(managed, grad)
+            self._gather(managed, grad := managed.to_slice(grad))
             waiting = [bucket for bucket in managed.buckets if index in bucket.waiting]
             if waiting:
                 own = grad.clone()
@@ -259,14 +261,7 @@ class Engine:
     def norm(self, index: int) -> float:
         """L2 norm of the gathered gradient of one parameter; waits for it."""
         self.take_norms()
-        return math.sqrt(self.square_sum(self.managed[index]))
-
-    def square_sum(self, managed: Managed) -> float:
-        """Of the gathered gradient as it stands now: zeroed or scaled since its statistics were taken."""
-        bucket = managed.buckets[0]
-        if managed.index in bucket.zero:
-            return 0.0
-        return managed.square_sum * bucket.scale.get(managed.index, 1.0) ** 2
+        return math.sqrt(self.managed[index].gathered_square_sum)
 
     def take_norms(self, *, at_step: bool = False) -> None:
         """Fetch the square sum of every gradient from the host stream, once for each set of gradients."""
@@ -303,7 +298,7 @@ class Engine:
         if not self.policy.is_late:
             self.exchange(take_kept(self.policy))  # loaded from a run that was late
         live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
-        norm = clipping.global_norm([self.square_sum(managed) for managed in live])
+        norm = clipping.global_norm([managed.gathered_square_sum for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
         self.inside.end_step(live)
         self.exchange(self.policy.exchange(updates), early=early)
@@ -331,7 +326,7 @@ class Engine:
         for managed in live:
             managed.step += 1
             managed.filled.update(hypers[managed.index].states)
-            managed.square_sum = self.square_sum(managed)  # what is left of the gradient once it is used
+            managed.square_sum = managed.gathered_square_sum  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if beside else self.threads
         # What comes late is exchanged behind backward, which begins with the last layers; forward needs the first ones.
         buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
@@ -398,4 +393,5 @@ class Engine:
         managed = self.managed[index]
         if managed.gathered is not Gathered.LIVE:
             return None
-        return gradients.read(self, managed).to(managed.device, managed.tensor.dtype)
+        own = gradients.read(self, managed).to(managed.device, managed.tensor.dtype)
+        return from_slice(managed.tensor, own)

@@ -26,4 +26,4 @@ def read(engine: Engine, managed: Managed) -> torch.Tensor:
 
 def not_finite(engine: Engine) -> list[str]:
     """Names of the parameters whose gathered gradient is not finite, after a step that was skipped for it."""
-    return [m.name for m in engine.managed if m.is_live and not math.isfinite(engine.square_sum(m))]
+    return [m.name for m in engine.managed if m.is_live and not math.isfinite(m.gathered_square_sum)]

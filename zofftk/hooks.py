@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zofftk.ranks.slices import slice_of
+from zofftk.ranks.slices import is_sliced, local_of
 from zofftk.validation import check_gradient
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
     strided = torch.strided
     outstanding = taker.outstanding
     in_flight = taker.way_up.in_flight
-    take_slice = slice_of(param)
-    is_large = param.numel() * param.dtype.itemsize >= LARGE_BYTES
+    has_slice = is_sliced(param)
+    is_large = local_of(param).numel() * param.dtype.itemsize >= LARGE_BYTES
 
     def hook(param: torch.Tensor) -> None:
         grad = param.grad
@@ -45,8 +45,8 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
         if grad.layout is not strided:
             param.grad = None
             check_gradient(grad, taker.name(index))
-        if take_slice is not None:
-            grad = take_slice(grad)
+        if has_slice:
+            grad = taker.managed[index].to_slice(grad)
         inbox.append((index, grad))
         # At once also where it replaces one that was gathered, and where new values are still to land.
         if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:

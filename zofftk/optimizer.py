@@ -19,20 +19,21 @@ from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
 from zofftk.errors import StoppedError
+from zofftk.gradient_access import GradientAccess
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
 from zofftk.policies import kept_params
-from zofftk.ranks.opening import open_ranks, open_tensor_parallel
+from zofftk.ranks.opening import check_later, check_ranks, open_ranks, open_tensor_parallel
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
 from zofftk.state_dict import entries_of_others, groups_to_load, match_states, on_host
-from zofftk.validation import check_gradient, check_memory, check_param, parameter_name
+from zofftk.validation import check_memory, check_param, parameter_name
 
 
-class OffloadOptimizer(Reporting, torch.optim.Optimizer):
+class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
     """An optimizer whose fp32 states live on the host, updated there by all cores: see `OffloadAdamW` and its sisters.
 
     Gradients leave the device while backward runs; `p.grad` then holds a stand-in that answers `clip_grad_norm_`,
@@ -63,8 +64,9 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
-        device = merged.device or device_for(self._all_params(), merged)
         params = self._all_params()
+        check_ranks(merged, params)
+        device = merged.device or device_for(params, merged)
         self._engine = Engine(merged, device, self.rule, open_ranks(merged, device, params))
         self._engine.tensor_parallel = open_tensor_parallel(merged, device, params)
         self._stand_ins = StandIns(self._engine)
@@ -83,6 +85,8 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                 check_param(param, parameter_name(group, len(self.param_groups) - 1, number))
             names = self._names()
             check_memory(self._all_params(), [names[id(param)] for param in self._all_params()])
+            if self._engine is not None:
+                check_later([p for other in self.param_groups[:-1] for p in other["params"]], group["params"])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -267,41 +271,6 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         return self._scale.skipped_steps
 
     # -- what can be asked -------------------------------------------------------------------------------------
-
-    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient gathered for the next step: fp32, on the host, in the parameter's shape."""
-        managed = self._managed_of(param, "grad")
-        (engine := self._require_engine()).deliver()
-        if param.grad is not self._stand_ins[managed.index]:  # dropped, or put there by hand
-            grad = param.grad
-            return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True) / self._scale.value
-        return gradients.read(engine, managed) if managed.gathered is Gathered.LIVE else None
-
-    def set_grad(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Have the next step use this gradient, in place of what was gathered; the counterpart of `grad`.
-
-        Args:
-            param: a trainable parameter of this optimizer.
-            grad: of its shape, any real floating-point dtype, on any device; it keeps its precision on the way. Not
-                scaled by a loss scale.
-        """
-        managed = self._managed_of(param, "set_grad")
-        if grad.shape != managed.shape:
-            raise ValueError(f"set_grad() expects a gradient of shape {tuple(managed.shape)}, got {tuple(grad.shape)}")
-        check_gradient(grad, managed.name)
-        engine = self._require_engine()
-        engine.deliver()
-        scale = self._scale.value
-        own = grad.detach().clone() if scale == 1.0 else grad.detach().float() * scale
-        engine.take(managed.index, own.to(managed.device))
-        self._stand_ins.put(managed.index)
-
-    def _managed_of(self, param: torch.Tensor, method: str) -> Managed:
-        if id(param) not in self._managed and param.requires_grad:
-            self._manage([own for own in self._all_params() if own is param])  # unfrozen since?
-        if (managed := self._managed.get(id(param))) is None:
-            raise ValueError(f"{method}() expects a trainable parameter of this optimizer")
-        return managed
 
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`).

@@ -144,7 +144,7 @@ def _kind(value: Any) -> str:
         return "a tensor on the meta device, which has no values"
     if type(value) in _TENSORS:
         return f"a tensor with the attribute {_attributes(value)[0]!r}"
-    spread = ", which zofftk.sharded_saving.save_sharded saves" if hasattr(value, "__create_write_items__") else ""
+    spread = ", which zofftk.save_sharded saves" if hasattr(value, "__create_write_items__") else ""
     return f"of type {type(value).__module__}.{type(value).__qualname__}{spread}"
 
 

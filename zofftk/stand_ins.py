@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from zofftk import hooks
 from zofftk.engine import Engine
 from zofftk.managed import Gathered, Managed
-from zofftk.ranks.slices import slice_of
 from zofftk.standin import StandIn, StandInError
 from zofftk.validation import check_gradient
 
@@ -86,8 +85,7 @@ class StandIns:
             )
         else:
             check_gradient(grad, managed.name)
-            take_slice = slice_of(managed.tensor)
-            if self._engine.take(managed.index, take_slice(grad) if take_slice else grad.resolve_neg()):
+            if self._engine.take(managed.index, managed.to_slice(grad).resolve_neg()):
                 self.renew(managed.index)
 
     def move(self, managed: Managed, new: torch.Tensor) -> None:

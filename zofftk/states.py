@@ -13,6 +13,7 @@ from zofftk.lateness import check_edits
 from zofftk.managed import Managed
 from zofftk.mapped import FileMappings
 from zofftk.policies import forget_kept, kept_params
+from zofftk.ranks.slices import is_sliced, slice_box
 from zofftk.rules.base import Rule
 from zofftk.state_dict import MASTER, saved_step
 
@@ -42,13 +43,14 @@ def _show(rule: Rule, state: HostViews, managed: Managed, names: Collection[str]
 
 def shown_state(managed: Managed, name: str) -> torch.Tensor:
     """A state in the shape of the parameter, as a view of the host's memory; over ranks, a `ShardedState`."""
-    parts = managed.segment.parts(name, managed.index)
-    if managed.segment.num_ranks == 1:
+    parts, within = managed.segment.parts(name, managed.index), slice_box(managed.tensor)
+    if managed.segment.num_ranks == 1 and within is None:
         ((_, flat),) = parts
         return flat.view(managed.shape)
-    from zofftk.sharded_state import ShardedState  # torch's checkpoints take long to import
+    from zofftk.sharding.state import ShardedState  # torch's checkpoints take long to import
 
-    return ShardedState(managed.shape, torch.float32, parts)
+    is_copy = managed.is_copy
+    return ShardedState(managed.shape, torch.float32, parts, within=within, is_copy=is_copy)  # type: ignore[call-overload]
 
 
 def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:
@@ -79,6 +81,8 @@ def load(
 
 
 def _copy(view: torch.Tensor, value: torch.Tensor, files: FileMappings) -> None:
+    if is_sliced(value):  # of torch's own optimizer, on the same mesh or another
+        value = value.full_tensor()  # type: ignore[attr-defined]
     if hasattr(value, "parts"):  # a `ShardedState`, of this optimizer or one that shares in the same way
         view.copy_(value)
     elif hasattr(view, "read_from"):

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zofftk.memory_overlap import Place, overlapping, overlaps_itself
-from zofftk.ranks.slices import is_sliced, local_of
+from zofftk.ranks.slices import check_placement, is_sliced, local_of
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,6 +21,7 @@ def parameter_name(group: dict[str, Any], group_number: int, number: int) -> str
 
 def check_param(param: torch.Tensor, name: str) -> None:
     check_is_plain(param, name)
+    check_placement(param, name)
     if torch.nn.parameter.is_lazy(param):
         raise TypeError(f"{name} is not initialised yet, expected a tensor with data: run a forward before")
     if param.layout != torch.strided:
@@ -42,7 +43,7 @@ def check_is_plain(param: torch.Tensor, name: str) -> None:
     if not plain and not isinstance(param, FakeTensor) and not is_sliced(param):
         raise TypeError(
             f"{name} is a {cls.__name__}, a class with a __torch_dispatch__ of its own, expected a plain tensor or "
-            "torch.nn.Parameter, or the DTensor of parallelize_module"
+            "torch.nn.Parameter, or the DTensor of parallelize_module or fully_shard"
         )
 
 

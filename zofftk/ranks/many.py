@@ -26,8 +26,9 @@ from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_scatter
 from zofftk.ranks.group import RankGroup
+from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
-from zofftk.ranks.slices import local_of
+from zofftk.ranks.slices import slice_box
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
@@ -52,16 +53,12 @@ class ManyRanks:
         self._words_dev = device.buffer("words of all ranks on the device", self.size, torch.float64, "device")
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        described = [(name, tuple(t.shape), str(t.dtype)) for name, t in zip(names, tensors, strict=True)]
-        others: list[list[tuple[str, tuple[int, ...], str]]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(others, described, group=self._group.process_group)
-        for rank, other in enumerate(others):
-            if other != others[0]:
-                raise RankError(f"ranks 0 and {rank} do not train the same parameters: {_difference(others[0], other)}")
-        group = self._group.process_group
-        for tensor in tensors:
-            dist.broadcast(local_of(tensor).detach(), dist.get_global_rank(group, 0), group=group)
-            torch.autograd.graph.increment_version(tensor)
+        described = [
+            (name, tuple(tensor.shape), str(tensor.dtype), f"slice {box}" if (box := slice_box(tensor)) else "whole")
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        check_same(described, self._group.process_group)
+        take_firsts(tensors, self._group.process_group)
 
     # -- order -------------------------------------------------------------------------------------------------
 
@@ -219,9 +216,3 @@ def _reduce(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) ->
 
 def _write(buffer: Buffer, word: float) -> None:
     buffer.tensor.fill_(word)
-
-
-def _difference(first: Sequence[object], other: Sequence[object]) -> str:
-    if len(first) != len(other):
-        return f"one has {len(first)}, the other {len(other)}"
-    return next(f"{a} and {b}" for a, b in zip(first, other, strict=True) if a != b)

@@ -20,17 +20,27 @@ if TYPE_CHECKING:
     from zofftk.ranks.tensor_parallel import TensorParallel
 
 
+def check_ranks(config: OffloadConfig, params: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError where `open_ranks` would."""
+    if dist.is_available() and dist.is_initialized():
+        _sharing_ranks(config, mesh_of(params))
+
+
+def check_later(before: Sequence[torch.Tensor], later: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError where parameters come to an optimizer that was built for others."""
+    built_for = mesh_of(before)
+    if mesh_of([*before, *later]) != built_for:
+        raise ValueError(
+            f"a parameter is a DTensor on {mesh_of(later)}, expected plain ones, as those are that the optimizer was "
+            "built with: give it some of the DTensors when it is built"
+        )
+
+
 def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Tensor]) -> Ranks:
     """Of `config.process_group`; by default of all ranks that hold other data and the same slices."""
     if not (dist.is_available() and dist.is_initialized()):
         return OneRank(device)
-    mesh = mesh_of(params)
-    ranks = _data_parallel_ranks(config, mesh)
-    if mesh is not None and set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
-        raise ValueError(
-            f"process_group is that of ranks {ranks}, some of which hold other slices of the parameters, on {mesh}: "
-            "expected the group of the data-parallel dimension, such as mesh['dp'].get_group()"
-        )
+    ranks = _sharing_ranks(config, mesh_of(params))
     if len(ranks) == 1:
         return OneRank(device)
     from zofftk.ranks.group import RankGroup
@@ -50,6 +60,16 @@ def open_tensor_parallel(
     from zofftk.ranks.tensor_parallel import TensorParallel
 
     return TensorParallel(device, mesh, config.rank_timeout_s)
+
+
+def _sharing_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list[int]:
+    ranks = _data_parallel_ranks(config, mesh)
+    if mesh is not None and set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
+        raise ValueError(
+            f"process_group is that of ranks {ranks}, some of which hold other slices of the parameters, on {mesh}: "
+            "expected the group of the data-parallel dimension, such as mesh['dp'].get_group()"
+        )
+    return ranks
 
 
 def _data_parallel_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from zofftk.device.base import COMM, DOWN, HOST, UP, Buffer, Device, Run
 from zofftk.managed import Managed
 from zofftk.ranks.collectives import all_gather
 from zofftk.ranks.group import RankGroup
-from zofftk.ranks.slices import is_sliced
+from zofftk.ranks.joining import check_same, take_firsts
+from zofftk.ranks.slices import is_cut, placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,19 @@ class TensorParallel:
         self._device = device
         self._group = RankGroup(device, mesh.mesh.flatten().tolist(), timeout_s)
         self._num_params = -1
+
+    def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
+        """What is not cut is the same on every rank from now on; says whether this is the rank that presents it.
+
+        Raises RankError where the ranks differ in their parameters.
+        """
+        described = [
+            (name, tuple(tensor.shape), str(tensor.dtype), str(placement[1]) if (placement := placed(tensor)) else "")
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+        check_same(described, self._group.process_group)
+        take_firsts([tensor for tensor in tensors if not is_cut(tensor)], self._group.process_group)
+        return self._group.rank == 0
 
     def combine_norms(self, managed: Sequence[Managed], norms: Buffer) -> None:
         """Enqueue it: the square sums of slices in `norms`, which host has written, become those of the parameters."""
@@ -51,16 +65,11 @@ class TensorParallel:
         device.wait(DOWN, device.record(COMM), "gathered norms: those of all ranks must be there")
         device.copy_down("down: norms of slices", self._all, self._all_dev, [Run(0, size * number)])
         device.wait(HOST, device.record(DOWN), "arrived norms: the sums need those of all ranks")
-        is_cut = np.array([is_sliced(one.tensor) and _is_cut(one.tensor) for one in managed], bool)
-        add = partial(_add_slices, self._all, is_cut, norms)
+        add = partial(_add_slices, self._all, np.array([is_cut(one.tensor) for one in managed], bool), norms)
         device.host_task("norm: slices", add, reads=[self._all], writes=[norms])
 
     def close(self) -> None:
         self._group.close()
-
-
-def _is_cut(tensor: Any) -> bool:
-    return any(placement.is_shard() for placement in tensor.placements)
 
 
 def _copy(source: Buffer, into: Buffer) -> None:
@@ -68,6 +77,10 @@ def _copy(source: Buffer, into: Buffer) -> None:
 
 
 def _add_slices(gathered: Buffer, is_cut: np.ndarray, norms: Buffer) -> None:
-    """Slices are added in the order of the ranks; of a replicated parameter, all take the first rank's."""
+    """Slices are added in the order of the ranks; of what is not cut, all take the first rank's.
+
+    Of what is not finite on any rank, the sum is not, so that all ranks skip the step.
+    """
     by_rank = gathered.tensor.numpy().reshape(-1, len(is_cut))
-    norms.tensor.numpy()[: len(is_cut)] = np.where(is_cut, np.add.accumulate(by_rank, axis=0)[-1], by_rank[0])
+    total = np.add.accumulate(by_rank, axis=0)[-1]
+    norms.tensor.numpy()[: len(is_cut)] = np.where(is_cut | ~np.isfinite(total), total, by_rank[0])

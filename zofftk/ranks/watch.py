@@ -35,7 +35,8 @@ class Watch:
     """One rank's signs. Its thread ends with `close`, or when the watch is forgotten."""
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)  # by the names that the launcher gave them
+        self._rank = dist.get_rank()
         store: Any = dist.distributed_c10d._get_default_store()
         # A connection of its own: the other one may be held by somebody who waits.
         own = store.clone() if hasattr(store, "clone") else store
@@ -74,7 +75,7 @@ class Watch:
 
     def _read_others(self) -> dict[int, Sign | None]:
         signs: dict[int, Sign | None] = {}
-        for rank in range(self._size):
+        for rank in self._ranks:
             if rank != self._rank:
                 is_there = self._store.check([str(rank)])
                 signs[rank] = Sign(**json.loads(self._store.get(str(rank)))) if is_there else None

@@ -1,10 +1,34 @@
-"""A range of a tensor's elements, in row-major order, as the few boxes that tile it: integers only."""
+"""A range of a tensor's elements, or of those of a slice of it, as the few boxes that tile it: integers only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from operator import add
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a tensor whose elements are numbered by themselves, in row-major order, as they lie in memory."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def boxes(self, start: int, stop: int) -> list[Box]:
+        """The slice's elements [start, stop), as boxes of the tensor; their `start` counts in the slice."""
+        return [
+            Box(tuple(map(add, self.offsets, box.offsets)), box.sizes, box.start)
+            for box in boxes(self.sizes, start, stop)
+        ]
+
+    def overlaps(self, other: Slice) -> bool:
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(max(one, two) < min(one + its, two + others) for one, its, two, others in sides)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from zofftk.errors import InputError
-from zofftk.manifest import NAME, FileSum
+from zofftk.sharding.manifest import NAME, FileSum
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 
-from zofftk import atomic_folder, manifest
-from zofftk.rank_group import RankGroup
-from zofftk.sharded_content import Wanted, check_held, loadable, saveable, wanted
-from zofftk.sharded_files import is_ours, summing_writer
-from zofftk.sharded_loading import Loading, whole_checkpoint
+from zofftk.sharding import atomic_folder, manifest
+from zofftk.sharding.content import Wanted, check_held, loadable, saveable, wanted
+from zofftk.sharding.files import is_ours, summing_writer
+from zofftk.sharding.joint_work import JointWork
+from zofftk.sharding.loading import Loading, whole_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,12 +165,12 @@ def load_sharded(
 _last: SaveHandle | None = None  # the save that a thread may be writing still
 
 
-def _ready_ranks(group: ProcessGroup | None) -> RankGroup:
+def _ready_ranks(group: ProcessGroup | None) -> JointWork:
     """The ranks, after the save before has ended on all of them; raises its error if that was raised nowhere yet."""
     global _last
     handle, _last = _last, None
     error = handle._result.exception() if handle is not None and not handle.is_seen else None
-    ranks = RankGroup.of(group, PURPOSE)
+    ranks = JointWork.of(group, PURPOSE)
 
     def complain() -> None:
         if error is not None and handle is not None:
@@ -180,7 +180,7 @@ def _ready_ranks(group: ProcessGroup | None) -> RankGroup:
     return ranks
 
 
-def _write_behind(handle: SaveHandle, contents: list[dict[str, Any]], ranks: RankGroup) -> None:
+def _write_behind(handle: SaveHandle, contents: list[dict[str, Any]], ranks: JointWork) -> None:
     def work() -> None:
         try:
             _write(contents.pop(), handle.folder, ranks)
@@ -191,7 +191,7 @@ def _write_behind(handle: SaveHandle, contents: list[dict[str, Any]], ranks: Ran
     handle._run(work)
 
 
-def _write(content: dict[str, Any], folder: Path, ranks: RankGroup) -> None:
+def _write(content: dict[str, Any], folder: Path, ranks: JointWork) -> None:
     temporary = ranks.first(lambda: atomic_folder.begin(folder, is_ours))
     try:
         _write_all(content, temporary, folder, ranks)
@@ -201,7 +201,7 @@ def _write(content: dict[str, Any], folder: Path, ranks: RankGroup) -> None:
         raise
 
 
-def _write_all(content: dict[str, Any], temporary: Path, folder: Path, ranks: RankGroup) -> None:
+def _write_all(content: dict[str, Any], temporary: Path, folder: Path, ranks: JointWork) -> None:
     planner, is_first = DefaultSavePlanner(), ranks.rank == 0
     writer, sums = summing_writer(temporary)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from zofftk.errors import InputError
 from zofftk.mapped import FileMappings
-from zofftk.rank_group import RankGroup, talking
-from zofftk.sharded_state import ShardedState
+from zofftk.sharding.boxes import Slice
+from zofftk.sharding.joint_work import JointWork, talking
+from zofftk.sharding.state import ShardedState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,15 +31,31 @@ class _Held:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    within: Slice
     ranges: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(name: str, leaf: ShardedState) -> _Held:
+        ranges = tuple((part.start, part.stop) for part in leaf.parts if not leaf.is_copy)
+        return _Held(name, tuple(leaf.shape), leaf.dtype, leaf.within, ranges)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Elements [start, stop) of a slice, which `owner` holds."""
+
+    within: Slice
+    start: int
+    stop: int
+    owner: int
 
 
 def gather_full(state: Any, group: ProcessGroup | None = None, *, dst: int | None = 0) -> Any:
     """The dicts and lists of `state` with whole tensors in place of each `ShardedState`; other values as they are.
 
     A collective: every rank of `group` calls it, with the same keys. So `zofftk.save(path, gather_full(...))` on rank
-    0 writes one file in `torch.optim`'s format. A receiving rank allocates the whole tensors and nothing beside them;
-    the others allocate nothing.
+    0 writes one file in `torch.optim`'s format. A receiving rank allocates the whole tensors, and of states cut by
+    tensor parallelism one message beside them; the others allocate nothing.
 
     Args:
         state: e.g. `opt.state_dict()`.
@@ -52,20 +70,17 @@ def gather_full(state: Any, group: ProcessGroup | None = None, *, dst: int | Non
             on all ranks, before anything is sent.
         RuntimeError: another rank has ended.
     """
-    ranks = RankGroup.of(group, PURPOSE)
+    ranks = JointWork.of(group, PURPOSE)
     leaves = dict(_leaves(state, "state"))
-    held = [
-        _Held(name, tuple(leaf.shape), leaf.dtype, tuple((part.start, part.stop) for part in leaf.parts))
-        for name, leaf in leaves.items()
-    ]
+    held = [_Held.of(name, leaf) for name, leaf in leaves.items()]
     by_rank = ranks.each(lambda: held)
     owners = _owners(by_rank)  # raises the same on all ranks: all have the same words
     receives = dst is None or dst == ranks.rank
     whole: dict[str, torch.Tensor] = {}
     for number, (name, leaf) in enumerate(leaves.items()):
         full = torch.empty(leaf.shape, dtype=leaf.dtype) if receives else None
-        for start, stop, owner in owners[number]:
-            _move(leaf, None if full is None else full.view(-1), start, stop, owner, ranks, dst)
+        for held_range in owners[number]:
+            _move(leaf, full, held_range, ranks, dst)
         if full is not None:
             whole[name] = full
     return _replaced(state, "state", whole) if receives else None
@@ -94,40 +109,43 @@ def take_full(state: Any, full: Any) -> None:
     files.release()
 
 
-def _move(
-    leaf: ShardedState,
-    flat: torch.Tensor | None,
-    start: int,
-    stop: int,
-    owner: int,
-    ranks: RankGroup,
-    dst: int | None,
-) -> None:
-    """Elements [start, stop) from their owner into `flat`, which ranks that get them have."""
+def _move(leaf: ShardedState, full: torch.Tensor | None, held: _Range, ranks: JointWork, dst: int | None) -> None:
+    """A range from its owner into `full`, which ranks that get it have."""
     mine = None
-    if owner == ranks.rank:
-        part = next(part for part in leaf.parts if part.start == start)
-        mine = part.values
-        if flat is not None:
-            flat[start:stop].copy_(mine)
+    if held.owner == ranks.rank:
+        mine = next(part.values for part in leaf.parts if part.start == held.start)
+    step = max(1, CHUNK_BYTES // leaf.dtype.itemsize)
+    for start in range(held.start, held.stop, step):
+        stop = min(start + step, held.stop)
+        chunk = None if mine is None else mine[start - held.start : stop - held.start].detach()
+        # Of a whole tensor, the receiver's memory is the message's: nothing is copied on the way.
+        into = full.view(-1)[start:stop] if full is not None and held.within.sizes == tuple(full.shape) else None
+        if into is not None and chunk is not None:
+            into.copy_(chunk)
+        if chunk is None and full is not None:
+            chunk = torch.empty(stop - start, dtype=leaf.dtype) if into is None else into
+        if chunk is None:
+            continue
+        _send(chunk, held.owner, ranks, dst)
+        if full is not None and into is None:
+            for box in held.within.boxes(start, stop):
+                full[box.slices].copy_(chunk[box.start - start : box.stop - start].view(box.sizes))
+
+
+def _send(chunk: torch.Tensor, owner: int, ranks: JointWork, dst: int | None) -> None:
+    """From the owner's memory into that of those who get it."""
     if ranks.group is None or owner == dst:
         return
-    # The receiver's memory is the message's: nothing is copied on the way.
-    source = mine if flat is None else flat[start:stop]
-    if source is None:
-        return
-    step = max(1, CHUNK_BYTES // leaf.dtype.itemsize)
-    for chunk in source.detach().split(step):
-        with talking():
-            if dst is None:
-                dist.broadcast(chunk.view(torch.uint8), group=ranks.group, group_src=owner)
-            elif ranks.rank == dst:
-                dist.recv(chunk.view(torch.uint8), group=ranks.group, group_src=owner)
-            else:
-                dist.send(chunk.view(torch.uint8), group=ranks.group, group_dst=dst)
+    with talking():
+        if dst is None:
+            dist.broadcast(chunk.view(torch.uint8), group=ranks.group, group_src=owner)
+        elif ranks.rank == dst:
+            dist.recv(chunk.view(torch.uint8), group=ranks.group, group_src=owner)
+        else:
+            dist.send(chunk.view(torch.uint8), group=ranks.group, group_dst=dst)
 
 
-def _owners(by_rank: list[list[_Held]]) -> list[list[tuple[int, int, int]]]:
+def _owners(by_rank: list[list[_Held]]) -> list[list[_Range]]:
     """Of each state, its ranges in order with the rank that holds each."""
     first = [(held.name, held.shape, held.dtype) for held in by_rank[0]]
     for rank, states in enumerate(by_rank):
@@ -135,16 +153,31 @@ def _owners(by_rank: list[list[_Held]]) -> list[list[tuple[int, int, int]]]:
         if others != first:
             mine, theirs = next(pair for pair in zip_longest(first, others) if pair[0] != pair[1])
             raise InputError(f"rank 0 and rank {rank} hold different states: {mine} and {theirs}")
-    owners = []
-    for number, (name, shape, _) in enumerate(first):
-        ranges = sorted((*ends, rank) for rank, states in enumerate(by_rank) for ends in states[number].ranges)
+    return [
+        _owners_of(name, shape, [states[number] for states in by_rank]) for number, (name, shape, _) in enumerate(first)
+    ]
+
+
+def _owners_of(name: str, shape: tuple[int, ...], by_rank: list[_Held]) -> list[_Range]:
+    """The slices make up the tensor, and the ranges of each slice make up the slice."""
+    slices = list(dict.fromkeys(held.within for held in by_rank if held.within.numel))
+    for number, one in enumerate(slices):
+        if other := next((other for other in slices[:number] if other.overlaps(one)), None):
+            raise InputError(f"ranks hold slices of {name} that overlap, {other} and {one}")
+    if (held := sum(one.numel for one in slices)) != prod(shape):
+        raise InputError(f"no rank holds {prod(shape) - held} of the {prod(shape)} elements of {name}")
+    owners: list[_Range] = []
+    for one in slices:
+        whose = enumerate(by_rank)
+        ranges = sorted((*ends, rank) for rank, held in whose if held.within == one for ends in held.ranges)
+        place = name if one.sizes == shape else f"{one} of {name}"
         at = 0
-        for start, stop, _ in [*ranges, (torch.Size(shape).numel(),) * 2 + (0,)]:
+        for start, stop, _ in [*ranges, (one.numel, one.numel, 0)]:
             if start != at:
                 fault = "no rank holds" if start > at else "two ranks hold"
-                raise InputError(f"{fault} elements [{min(start, at)}, {max(start, at)}) of {name}")
+                raise InputError(f"{fault} elements [{min(start, at)}, {max(start, at)}) of {place}")
             at = stop
-        owners.append(ranges)
+        owners += [_Range(one, *found) for found in ranges]
     return owners
 
 

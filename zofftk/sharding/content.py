@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from zofftk.errors import InputError
 from zofftk.saving import check_plain
-from zofftk.sharded_state import ShardedState
+from zofftk.sharding.state import ShardedState
 
 
 def resolved(state: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from zofftk import atomic_folder, manifest
 from zofftk.errors import InputError
-from zofftk.sharded_files import METADATA, ChunkReader
+from zofftk.ranks.slices import is_sliced
+from zofftk.sharding import atomic_folder, manifest
+from zofftk.sharding.files import METADATA, ChunkReader
 
 
 def whole_checkpoint(folder: Path) -> Path:
@@ -61,6 +62,8 @@ class Loading:
 
     def read_tensors(self) -> None:
         self._read(LoadItemType.TENSOR)
+        # What is written into a slice leaves no trace on its DTensor, where the parameter's optimizer looks for one.
+        torch.autograd.graph.increment_version([v for v in self._planner.state_dict.values() if is_sliced(v)])
 
     def _read(self, kind: LoadItemType) -> None:
         items = [item for item in self._plan.items if item.type == kind]

@@ -1,4 +1,4 @@
-"""Words between ranks, which pass errors on: what fails on one rank is raised on all of them."""
+"""Work that ranks do together, and hear of from one another: what fails on one rank is raised on all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Failure:
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class JointWork:
     """Some ranks, over gloo; or this process alone, where no collective is called.
 
     Every method is a collective: all ranks call the same one. Raises RuntimeError where another rank has ended.
@@ -33,25 +33,25 @@ class RankGroup:
     size: int
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None, purpose: str) -> RankGroup:
+    def of(group: dist.ProcessGroup | None, purpose: str) -> JointWork:
         """The ranks of `group`; None means all of them, and this process where torch.distributed is not in use.
 
         They get a process group of their own for each `purpose`, since two threads must not use one at the same time.
         It is made at the first call, which is a collective, and lives as long as `group`.
         """
         if not dist.is_available() or not dist.is_initialized():
-            return RankGroup(None, 0, 1)
+            return JointWork(None, 0, 1)
         group = group or dist.group.WORLD
         if group is None or dist.get_rank(group) < 0:
             raise ValueError("this rank is not in the group")
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size == 1:
-            return RankGroup(None, 0, 1)
+            return JointWork(None, 0, 1)
         groups = _groups.setdefault(group, {})
         if purpose not in groups:
             ranks = dist.get_process_group_ranks(group)
             groups[purpose] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return RankGroup(groups[purpose], rank, size)
+        return JointWork(groups[purpose], rank, size)
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """What `work` gives on each rank, in their order, on all ranks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,8 +11,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils import _pytree
 
-from zofftk.boxes import Box, boxes
 from zofftk.mapped import FileMappings
+from zofftk.sharding.boxes import Box, Slice
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +46,10 @@ class ShardedState(torch.Tensor):
         parts: (start, values) of the ranges this rank holds, in row-major order of the full tensor: `values` are
             contiguous CPU tensors of one dimension, which are kept, not copied. None on a rank that holds nothing.
             Over all ranks, the ranges hold each element once; saving and gathering check that.
+        within: (offsets, sizes) of the slice of the tensor that the parts are of, whose elements they then count in
+            row-major order; tensor parallelism cuts tensors into such. None means the whole tensor.
+        is_copy: another rank holds the same parts, and presents them where they are saved or gathered. This one only
+            reads.
 
     Raises:
         ValueError: a part is not of that kind, or lies outside of the tensor or over another part.
@@ -55,14 +58,23 @@ class ShardedState(torch.Tensor):
     """
 
     _parts: tuple[Part, ...]
+    within: Slice
+    is_copy: bool
 
     @staticmethod
     def __new__(
-        cls, shape: Iterable[int], dtype: torch.dtype, parts: Iterable[tuple[int, torch.Tensor]] = ()
+        cls,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        parts: Iterable[tuple[int, torch.Tensor]] = (),
+        *,
+        within: tuple[Iterable[int], Iterable[int]] | None = None,
+        is_copy: bool = False,
     ) -> ShardedState:
         shape = torch.Size(shape)
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
-        self._parts = _checked(shape, dtype, parts)
+        self.within, self.is_copy = _slice_of(shape, within), is_copy
+        self._parts = _checked(self.within, dtype, parts)
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -82,6 +94,11 @@ class ShardedState(torch.Tensor):
         return self._parts
 
     @property
+    def is_flat(self) -> bool:
+        """The parts are ranges of the whole tensor's elements."""
+        return self.within.sizes == tuple(self.shape)
+
+    @property
     def numel_here(self) -> int:
         """Elements this rank holds."""
         return sum(part.values.numel() for part in self._parts)
@@ -89,9 +106,9 @@ class ShardedState(torch.Tensor):
     def full(self, group: ProcessGroup | None = None, *, dst: int | None = None) -> torch.Tensor | None:
         """The whole tensor, on the CPU, on every rank of `group`, or on its rank `dst` alone (None on the others).
 
-        A collective: every rank of the group calls it. See `zofftk.sharded_full.gather_full`.
+        A collective: every rank of the group calls it. See `zofftk.gather_full`.
         """
-        from zofftk.sharded_full import gather_full
+        from zofftk.sharding.full import gather_full
 
         whole = gather_full({"the state": self}, group, dst=dst)
         return None if whole is None else whole["the state"]
@@ -105,10 +122,10 @@ class ShardedState(torch.Tensor):
             raise ValueError(f"expected a tensor of shape {tuple(self.shape)}, got {tuple(full.shape)}")
         full, copy = full.detach(), (files or FileMappings()).copy
         for part in self._parts:
-            if full.is_contiguous():
+            if full.is_contiguous() and self.is_flat:
                 copy(part.values, full.view(-1)[part.start : part.stop])
             else:  # a view of one dimension would be a copy of the whole
-                for box in boxes(self.shape, part.start, part.stop):
+                for box in self.within.boxes(part.start, part.stop):
                     copy(_elements(part, box).view(box.sizes), full[box.slices])
 
     # -- torch.distributed.checkpoint: boxes of the full tensor to write, to read, and the memory of each -----------
@@ -119,7 +136,7 @@ class ShardedState(torch.Tensor):
         return {
             box.offsets: (box, number)
             for number, part in enumerate(self._parts)
-            for box in boxes(self.shape, part.start, part.stop)
+            for box in self.within.boxes(part.start, part.stop)
         }
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
@@ -129,7 +146,7 @@ class ShardedState(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in ([] if self.is_copy else self.__create_chunk_list__())
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -163,8 +180,8 @@ class ShardedState(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"{self!r} cannot be pickled, nor saved by torch.save: the other elements are on other ranks. Save with "
-            "zofftk.sharded_saving.save_sharded or torch.distributed.checkpoint.save, or save what "
-            "zofftk.sharded_full.gather_full makes of the state dict"
+            "zofftk.save_sharded or torch.distributed.checkpoint.save, or save what "
+            "zofftk.gather_full makes of the state dict"
         )
 
     def _refusal(self, what: Any) -> RuntimeError:
@@ -202,8 +219,21 @@ class ShardedState(torch.Tensor):
         raise self._refusal("apply_")
 
 
-def _checked(shape: torch.Size, dtype: torch.dtype, parts: Iterable[tuple[int, torch.Tensor]]) -> tuple[Part, ...]:
-    numel = prod(shape)
+def _slice_of(shape: torch.Size, within: tuple[Iterable[int], Iterable[int]] | None) -> Slice:
+    if within is None:
+        return Slice((0,) * len(shape), tuple(shape))
+    given = Slice(*map(tuple, within))
+    fits = len(given.offsets) == len(given.sizes) == len(shape)
+    if not fits or any(
+        offset < 0 or size < 0 or offset + size > end
+        for offset, size, end in zip(given.offsets, given.sizes, shape, strict=True)
+    ):
+        raise ValueError(f"expected a slice within a tensor of shape {tuple(shape)}, got {given}")
+    return given
+
+
+def _checked(within: Slice, dtype: torch.dtype, parts: Iterable[tuple[int, torch.Tensor]]) -> tuple[Part, ...]:
+    numel = within.numel
     ordered = sorted((Part(*part) for part in parts), key=lambda part: part.start)
     stop = 0
     for part in ordered:
@@ -214,7 +244,7 @@ def _checked(shape: torch.Size, dtype: torch.dtype, parts: Iterable[tuple[int, t
                 f"{tuple(values.shape)} and stride {values.stride()} on {values.device}"
             )
         if part.start < 0 or part.stop > numel:
-            raise ValueError(f"elements [{part.start}, {part.stop}) are not in a tensor of shape {tuple(shape)}")
+            raise ValueError(f"elements [{part.start}, {part.stop}) are not in a tensor of shape {within.sizes}")
         if part.start < min(stop, part.stop):
             raise ValueError(f"elements [{part.start}, {min(stop, part.stop)}) are in two parts")
         stop = max(stop, part.stop)
@@ -236,7 +266,9 @@ def _each_part(func: Callable[..., torch.Tensor], state: ShardedState, **options
     if torch.device(options.get("device") or "cpu").type != "cpu":
         raise state._refusal(f"moving to {options['device']}")
     parts = [(part.start, func(part.values, **options)) for part in state.parts]
-    return ShardedState(state.shape, options.get("dtype") or state.dtype, parts)
+    within = state.within.offsets, state.within.sizes
+    dtype = options.get("dtype") or state.dtype
+    return ShardedState(state.shape, dtype, parts, within=within, is_copy=state.is_copy)  # type: ignore[call-overload]
 
 
 def _new_empty(func: Any, state: ShardedState, size: Iterable[int], **options: Any) -> ShardedState:
@@ -252,7 +284,7 @@ def _copy(func: Any, into: torch.Tensor, source: torch.Tensor, non_blocking: boo
         into.read_from(source)
         return into
     mine, others = ([(part.start, part.stop) for part in state.parts] for state in (into, source))
-    if mine != others or into.shape != source.shape:
+    if mine != others or into.shape != source.shape or into.within != source.within:
         raise ValueError(f"{into!r} and {source!r} hold different elements: save one and load the other")
     for part, other in zip(into.parts, source.parts, strict=True):
         part.values.copy_(other.values)
