@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -110,7 +111,9 @@ def test_with_exact_sums_the_bits_are_those_of_one_rank():
     """Gradients whose sums are exact: what is left are the same operations in the same order."""
 
     def work(rank):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype, reduce_dtype in itertools.product(
+            (torch.float32, torch.bfloat16, torch.float16), (None, torch.float32)
+        ):
             torch.manual_seed(0)
             layers, twins = (
                 nn.ParameterList(nn.Parameter(torch.randn(n)) for n in (9000, 5, 20_000, 0, 1)) for _ in "ab"
@@ -118,7 +121,7 @@ def test_with_exact_sums_the_bits_are_those_of_one_rank():
             layers, twins = layers.to(dtype), twins.to(dtype)
             for p, q in zip(layers, twins, strict=True):
                 q.data.copy_(p.data)
-            opt = optimizer(layers, rank, max_grad_norm=30.0)
+            opt = optimizer(layers, rank, max_grad_norm=30.0, reduce_dtype=reduce_dtype)
             one = optimizer(twins, process_group=alone(rank), max_grad_norm=30.0)
             for step in range(4):
                 for p, q in zip(layers, twins, strict=True):

@@ -100,7 +100,7 @@ class Engine:
             for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True), first)
         ]
         layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs), self.ranks.size)
-        self.ring.reserve(*layout.slot_size())
+        self.ring.reserve(*layout.slot_size(self.ranks.packed_as(torch.uint8).itemsize))
         segment = allocate_segment(self.device, layout, len(self.buckets), states, self.ranks.rank)
         if isinstance(self.policy, Delayed):
             segment.have_spares(self.device)
@@ -208,7 +208,7 @@ class Engine:
             self.totals.add(bucket)
         bucket.zero -= bucket.waiting.keys()
         slot = self.ring.acquire(COMPUTE)
-        data = slot.typed(bucket.bucket, bucket.wire.tensor.dtype)
+        data = slot.typed(bucket.bucket, self.ranks.packed_as(bucket.wire.tensor.dtype))
         present = self.ranks.fill(bucket, data)
         if bucket.waiting:
             placement = bucket.placement(bucket.waiting.keys())

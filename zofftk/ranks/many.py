@@ -24,7 +24,7 @@ from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Buffer, Device, Ev
 from zofftk.errors import RankError
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
-from zofftk.ranks.collectives import all_gather, reduce_scatter
+from zofftk.ranks.collectives import all_gather, reduce_to_own
 from zofftk.ranks.group import RankGroup
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
 from zofftk.ranks.slices import local_of
@@ -38,11 +38,13 @@ NEWS = 0.5  # added to NORM or STEP: the rank has gradients whose norm is not kn
 class ManyRanks:
     """See the module."""
 
-    def __init__(self, device: Device, group: RankGroup, threads: int) -> None:
+    def __init__(
+        self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None
+    ) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
         self.has_news = True
-        self._device, self._threads = device, threads
+        self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
         self._buckets: list[HostBucket] = []  # all, in the order they leave in
@@ -69,7 +71,7 @@ class ManyRanks:
         """These leave after all others."""
         self._buckets += buckets
         for bucket in buckets:
-            # fp16 is divided before it is summed: two times 40000 would be infinite.
+            # fp16 is divided on the device: two times 40000 would be infinite.
             bucket.average = 1.0 if bucket.wire.tensor.dtype == torch.float16 else 1.0 / self.size
 
     def in_turn(self, bucket: HostBucket) -> Iterable[HostBucket]:
@@ -134,15 +136,18 @@ class ManyRanks:
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        return self._reduce_dtype or wire
+
     def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
         if len(bucket.waiting) < len(bucket.params):
             self._device.zero(f"zero: {bucket.label}", data)
         return set(bucket.params)
 
     def bring_down(self, bucket: HostBucket, slot: Slot, data: Buffer, present: set[int]) -> Event:
-        device, label, own = self._device, bucket.label, self._own_part(bucket, data)
+        device, label, own = self._device, bucket.label, self._reduced_part(bucket, data)
         device.wait(COMM, device.record(COMPUTE), f"packed: {label} must be complete before it leaves")
-        self._group.collective(f"reduce-scatter: {label}", _reduce, own, data)
+        self._group.collective(f"reduce-scatter: {label}", reduce_to_own, own, data)
         device.wait(DOWN, device.record(COMM), f"reduced: {label} must be complete before it leaves")
         if bucket.counted is not None:
             device.wait(DOWN, bucket.counted, f"counted: {label} must have been read before it is overwritten")
@@ -156,6 +161,15 @@ class ManyRanks:
 
     def _own_part(self, bucket: HostBucket, data: Buffer) -> Buffer:
         return data.part(self.rank * bucket.shard.numel, bucket.shard.numel)
+
+    def _reduced_part(self, bucket: HostBucket, data: Buffer) -> Buffer:
+        """Where this rank's range of the sum goes down from. Where it was summed in another dtype than the wire's,
+        that is a place in the ranges of the other ranks, which nobody needs any more."""
+        wire = bucket.wire.tensor.dtype
+        if data.tensor.dtype == wire:
+            return self._own_part(bucket, data)
+        other = data.part(0 if self.rank else bucket.shard.numel, bucket.shard.numel)
+        return Buffer(data.name, data.place, other.tensor.view(wire)[: bucket.shard.numel], data.clock)
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -209,12 +223,6 @@ class ManyRanks:
 
     def close(self) -> None:
         self._group.close()
-
-
-def _reduce(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if whole.dtype == torch.float16:
-        whole.div_(dist.get_world_size(group))
-    reduce_scatter(own, whole, group)
 
 
 def _write(buffer: Buffer, word: float) -> None:

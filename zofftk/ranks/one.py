@@ -53,6 +53,10 @@ class Ranks(Protocol):
         """Whether, when all were asked last, one of them had gradients whose norm was not known."""
         ...
 
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        """What gradients are packed as that come down as `wire`."""
+        ...
+
     def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
         """Make the rest of a slot ready; returns the parameters that come down with it."""
         ...
@@ -112,6 +116,9 @@ class OneRank:
 
     def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
         return False
+
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        return wire
 
     def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
         return set(bucket.waiting)
