@@ -37,7 +37,11 @@ def errors(rank, wire, reduce_dtype, param_dtype):
     opt.close()
     error = (got.double() - mean).abs()
     size = sum(g.double().abs() for g in grads) / SIZE
-    return (error - mean.abs() * torch.finfo(wire).eps / 2).max().item(), (error / size).max().item(), error.sum().item()
+    return (
+        (error - mean.abs() * torch.finfo(wire).eps / 2).max().item(),
+        (error / size).max().item(),
+        error.sum().item(),
+    )
 
 
 def _after_step(opt, p):
@@ -87,7 +91,11 @@ def test_only_the_slots_grow():
             reports.append(opt.report())
             opt.close()
         narrow, wide = reports
-        assert (narrow.host_bytes, narrow.bytes_down, narrow.bytes_up) == (wide.host_bytes, wide.bytes_down, wide.bytes_up)
+        assert (narrow.host_bytes, narrow.bytes_down, narrow.bytes_up) == (
+            wide.host_bytes,
+            wide.bytes_down,
+            wide.bytes_up,
+        )
         assert 1.9 * narrow.staging_bytes < wide.staging_bytes <= 2 * narrow.staging_bytes
 
     run_ranks(2, work)

@@ -13,7 +13,6 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -33,14 +32,13 @@ from zofftk.staging import Slot
 # What a rank tells the others before it goes on.
 ROUND, NORM, STEP = 1.0, 2.0, 3.0
 NEWS = 0.5  # added to NORM or STEP: the rank has gradients whose norm is not known
+WORDS = (ROUND, NORM, NORM + NEWS, STEP, STEP + NEWS)
 
 
 class ManyRanks:
     """See the module."""
 
-    def __init__(
-        self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
         self.has_news = True
@@ -49,7 +47,10 @@ class ManyRanks:
         self._next = 0  # the bucket that leaves next in this round
         self._buckets: list[HostBucket] = []  # all, in the order they leave in
         self._norms: NormExchange | None = None
-        self._word = device.buffer("word to the ranks", 1, torch.float64, "host", on_link=True)
+        # All there are, written once: a word that the host stream wrote would come after the updates there.
+        self._known = device.buffer("words there are", len(WORDS), torch.float64, "host", on_link=True)
+        device.touch("words there are", writes=[self._known])
+        self._known.tensor.copy_(torch.tensor(WORDS, dtype=torch.float64))
         self._words = device.buffer("words of all ranks", self.size, torch.float64, "host", on_link=True)
         self._words_dev = device.buffer("words of all ranks on the device", self.size, torch.float64, "device")
 
@@ -104,7 +105,9 @@ class ManyRanks:
     def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
         self._tell((STEP if at_step else NORM) + (0.0 if knows_norm else NEWS))
         device = self._device
-        device.wait(DOWN, device.record(COMM), "heard: the words of all ranks must be there")
+        device.wait(
+            DOWN, device.record(COMM), "words there: those of all ranks must be on the device before they leave it"
+        )
         device.copy_down("down: words", self._words, self._words_dev, [Run(0, self.size)])
         device.synchronize(device.record(DOWN), "wait for ranks: all must say what comes next")
         words = device.value("words", self._words)
@@ -122,15 +125,9 @@ class ManyRanks:
         return False
 
     def _tell(self, word: float) -> None:
-        device = self._device
-        # The word before must have left, and been heard where anybody listens.
-        device.wait(HOST, device.record(UP), "told: the word before must have left")
-        device.host_task("word", partial(_write, self._word, word), writes=[self._word])
-        device.wait(UP, device.record(HOST), "said: the word must be written before it leaves")
-        device.wait(UP, device.record(COMM), "told: the others must have the word before")
-        device.wait(UP, device.record(DOWN), "heard: the words before must have been read")
-        own = self._words_dev.part(self.rank, 1)
-        device.copy_up("up: word", own, self._word, [Run(0, 1)])
+        device, own = self._device, self._words_dev.part(self.rank, 1)
+        device.wait(UP, device.record(COMM), "word told: the others must have the one before")
+        device.copy_up("up: word", own, self._known.part(WORDS.index(word), 1), [Run(0, 1)])
         device.wait(COMM, device.record(UP), "word on the device: it must be there before all have it")
         self._group.collective("all-gather: words", all_gather, self._words_dev, own)
 
@@ -223,10 +220,6 @@ class ManyRanks:
 
     def close(self) -> None:
         self._group.close()
-
-
-def _write(buffer: Buffer, word: float) -> None:
-    buffer.tensor.fill_(word)
 
 
 def _difference(first: Sequence[object], other: Sequence[object]) -> str:
