@@ -83,6 +83,7 @@ def train(device, rank, **options):
             loss_of(model, step + 10 * micro).backward()
         opt.step()
         opt.zero_grad()
+        opt.flush()  # what is late must not be written over
         with torch.no_grad():
             model.norm.weight.fill_(1.0)
         loss_of(model, step + 20).backward()

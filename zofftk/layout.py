@@ -83,7 +83,7 @@ class Layout:
     rank_blocks: tuple[int, ...]  # blocks of each rank's statistics
 
     def slot_size(self, itemsize: int = 1) -> tuple[int, int]:
-        """Bytes and blocks that hold any one bucket, in elements of `itemsize` bytes or more; whole ones of any dtype."""
+        """Bytes and blocks that hold any one bucket, in elements of `itemsize` bytes or more; whole ones always."""
         nbytes = _round_up(max(bucket.numel * max(bucket.itemsize, itemsize) for bucket in self.buckets), ALIGN_NUMEL)
         return nbytes, max(bucket.num_blocks for bucket in self.buckets)
 
