@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zofftk.managed import Managed
+from zofftk.managed import Gathered, Managed
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
@@ -27,3 +27,12 @@ def read(engine: Engine, managed: Managed) -> torch.Tensor:
 def not_finite(engine: Engine) -> list[str]:
     """Names of the parameters whose gathered gradient is not finite, after a step that was skipped for it."""
     return [m.name for m in engine.managed if m.is_live and not math.isfinite(engine.square_sum(m))]
+
+
+def copied(engine: Engine, index: int) -> torch.Tensor | None:
+    """What a deep copy of a parameter has as its gradient."""
+    engine.deliver()
+    managed = engine.managed[index]
+    if managed.gathered is not Gathered.LIVE:
+        return None
+    return read(engine, managed).to(managed.device, managed.tensor.dtype)

@@ -25,14 +25,16 @@ from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_to_own
 from zofftk.ranks.group import RankGroup
+from zofftk.ranks.one import ADD, DROP, NORM, STEP
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
 from zofftk.ranks.slices import local_of
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
-ROUND, NORM, STEP = 1.0, 2.0, 3.0
-NEWS = 0.5  # added to NORM or STEP: the rank has gradients whose norm is not known
-WORDS = (ROUND, NORM, NORM + NEWS, STEP, STEP + NEWS)
+ROUND = 1.0
+ALIKE = {NORM: "asks for a norm", STEP: "makes a step", ADD: "adds parameters", DROP: "drops its gradients"}
+NEWS = 0.5  # added to one of these: the rank has gradients whose norm is not known
+WORDS = (ROUND, *ALIKE, *(word + NEWS for word in ALIKE))
 
 
 class ManyRanks:
@@ -102,8 +104,8 @@ class ManyRanks:
 
     # -- words -------------------------------------------------------------------------------------------------
 
-    def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
-        self._tell((STEP if at_step else NORM) + (0.0 if knows_norm else NEWS))
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        self._tell(does + (0.0 if knows_norm else NEWS))
         device = self._device
         device.wait(
             DOWN, device.record(COMM), "words there: those of all ranks must be on the device before they leave it"
@@ -116,10 +118,10 @@ class ManyRanks:
             return True
         if (kinds != kinds[0]).any():
             rank = int((kinds != kinds[0]).argmax())
-            does = {NORM: "asks for a norm", STEP: "makes a step"}
+            first, other = ALIKE[float(kinds[0])], ALIKE[float(kinds[rank])]
             raise RankError(
-                f"the ranks have parted: rank 0 {does[float(kinds[0])]} where rank {rank} {does[float(kinds[rank])]}; "
-                "every rank has to call clip_grad_norm_ and step() alike"
+                f"the ranks have parted: rank 0 {first} where rank {rank} {other}; every rank has to call "
+                "clip_grad_norm_, step() and add_param_group() alike, and zero_grad() after a backward on every rank"
             )
         self.has_news = bool((words != kinds).any())
         return False

@@ -13,6 +13,8 @@ from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Managed, Update
 from zofftk.staging import Slot
 
+NORM, STEP, ADD, DROP = 2.0, 3.0, 4.0, 5.0  # what all ranks have to do alike
+
 
 class Ranks(Protocol):
     """How gradients come down and values go up, and who has to agree."""
@@ -44,8 +46,9 @@ class Ranks(Protocol):
         """In this round, and cannot leave again before the next."""
         ...
 
-    def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
-        """Another rank has begun a round that this one has no gradients for, and has to take part in."""
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        """Another rank has begun a round that this one has no gradients for, and has to take part in before it `does`
+        what it is about to do; raises where another rank does something else."""
         ...
 
     @property
@@ -114,7 +117,7 @@ class OneRank:
     def has_left(self, bucket: HostBucket) -> bool:
         return False
 
-    def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
         return False
 
     def packed_as(self, wire: torch.dtype) -> torch.dtype:
