@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import zofftk
-from tests.programs.draw import Op
 from tests.rank_programs.data import spoilt, uses
 from tests.rank_programs.draw import Program
 from tests.rank_programs.sides import Side, gradient_of, merged_gradients
@@ -84,7 +83,9 @@ class Runner:
             "update": {key: program.options[key] for key in ("update", "delay_after") if key in program.options},
         }
         self.present: list[set[int]] = [set() for _ in range(4)]  # of each rank: parameters with a gradient
+        self.came = [False] * 4  # of each rank: gradients since all ranks did the same
         self.unseen: set[int] = set()  # unfrozen, and not noticed yet
+        self.updated: set[int] = set()  # parameters that have had a gradient at a step
         self.is_spent = self.is_spoilt = False
 
     @property
@@ -145,12 +146,15 @@ class Runner:
             self.alone.backward(merged_gradients(self.program, args, self.size, used, bad))
         for rank, micros in enumerate(used):
             brought = {self.weight_of[b] for blocks in micros for b in blocks}
-            self.present[rank] |= {i for i in brought if self.position["trained"][i]}
+            brought = {i for i in brought if self.position["trained"][i]}
+            self.present[rank] |= brought
+            self.came[rank] |= bool(brought - self.unseen)
 
     def step(self) -> None:
         for side in self.both:
             side.opt.step()
-        self.is_spent, self.unseen = True, set()
+        self.is_spent, self.unseen, self.came = True, set(), [False] * 4
+        self.updated |= set().union(*self.present)
         if self.sharded is not None and self.alone is not None:
             ours, one = self.sharded.opt, self.alone.opt
             assert (ours.last_step_skipped, ours.loss_scale) == (one.last_step_skipped, one.loss_scale), "skipped"
@@ -164,6 +168,9 @@ class Runner:
     is_exact = True
 
     def zero_grad(self, how: str) -> None:
+        if len(set(self.came[: self.size])) == 2:
+            self.step()  # gradients are not to be dropped before every rank has some
+        self.came = [False] * 4
         for side in self.both:
             target = side.model if how.startswith("model") else side.opt
             target.zero_grad(set_to_none=not how.endswith("zeros"))
@@ -176,6 +183,8 @@ class Runner:
 
     def clip(self, max_norm: float) -> None:
         if self.is_alike and not self.is_spoilt and not self.is_spent and self.size != 3:
+            if any(self.present):
+                self.came = [False] * 4
             norms = [torch.nn.utils.clip_grad_norm_(side.params, max_norm).item() for side in self.both]
             assert len(set(norms)) <= 1, f"norms {norms}"
 
@@ -183,6 +192,7 @@ class Runner:
         param %= len(self.position["trained"])
         if not self.is_alike or self.is_spent or param not in self.present[0]:
             return
+        self.came = [False] * 4
         grads = [side.opt.grad(side.params[param]) for side in self.both]
         if len(grads) == 2 and self.size != 3:
             assert torch.equal(grads[0].nan_to_num(), grads[1].nan_to_num()), f"gradient {param}"
@@ -233,6 +243,7 @@ class Runner:
 
     def add_group(self, hyper: dict[str, Any]) -> None:
         if self.held_back:
+            self.came = [False] * 4 if any(self.position["trained"][i] for i in self.held_back) else self.came
             for side in self.both:
                 side.opt.add_param_group({"params": [side.params[i] for i in self.held_back], **hyper})
             self.position["groups"].append((hyper, self.held_back))
@@ -240,7 +251,9 @@ class Runner:
 
     def resize(self, size: int) -> None:
         """Save the states, and go on with them on another number of ranks."""
-        if any(self.present) or self.is_spent or self.unseen:
+        # `load_sharded` has no place for the states of parameters that are frozen.
+        are_frozen = any(not self.position["trained"][i] for i in self.updated)
+        if any(self.present) or self.is_spent or self.unseen or are_frozen:
             return
         self.check()
         if self.sharded is not None:

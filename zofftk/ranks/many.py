@@ -25,8 +25,8 @@ from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_to_own
 from zofftk.ranks.group import RankGroup
-from zofftk.ranks.one import ADD, DROP, NORM, STEP
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
+from zofftk.ranks.one import ADD, DROP, NORM, STEP
 from zofftk.ranks.slices import local_of
 from zofftk.staging import Slot
 
