@@ -288,7 +288,9 @@ class Runner:
                 assert torch.equal(value, param), f"parameter {number}: {first_difference(value, param.detach())}"
 
     def check_states(self) -> None:
-        """Masters and moments."""
+        """Masters and moments, with what was edited since: one rank without gradients leaves that to the next step."""
+        for side in self.both:
+            side.opt.state_dict()
         if self.sharded is None:
             return
         states = [dict(self.sharded.opt.state.get(param, {})) for param in self.sharded.params]
