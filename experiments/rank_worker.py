@@ -102,14 +102,16 @@ def _bytes(opt: zofftk.OffloadAdamW, task: Task) -> dict[str, float]:
 
 def _is_told(span: Span) -> bool:
     """What crosses the link beside gradients and values."""
-    return span.lane in ("down", "up") and ": bucket" not in span.label or "statistics" in span.label
+    return (span.lane in ("down", "up") and ": bucket" not in span.label) or "statistics" in span.label
 
 
 def _total_s(spans: list[Span], lane: str, kind: str) -> float:
     return sum(
         span.stop_s - span.start_s
         for span in spans
-        if span.lane == lane and span.label.partition(":")[0] == kind and (": bucket" in span.label or lane == "training")
+        if span.lane == lane
+        and span.label.partition(":")[0] == kind
+        and (": bucket" in span.label or lane == "training")
     )
 
 

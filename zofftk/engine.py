@@ -204,7 +204,9 @@ class Engine:
         self._round += 1
 
     def meet(self, does: float) -> None:
-        """Take part in what other ranks have begun, until all have come to the same point."""
+        """Take part in what others have begun, until all are at the same point; what is on its way up is first for all."""
+        if self.ranks.size > 1:
+            self.way_up.land_all()
         self.close_round()
         while self.ranks.others_go_on(does, knows_norm=self._norm_is_known):
             for bucket in self.ranks.round_of_others():
@@ -394,8 +396,6 @@ class Engine:
             self.tensor_parallel.close()
         self.inside.drop()
         self.way_up.drop()
-
-    # -- between steps -----------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """The caller may read the host states: nothing on the host stream is unfinished."""

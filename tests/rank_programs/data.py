@@ -18,7 +18,9 @@ def uses(program: Program, args: dict[str, Any], size: int) -> list[list[list[in
     return [[[b for b in blocks if rng.random() < share] for _ in range(args["micros"][rank])] for rank in range(size)]
 
 
-def block_gradient(program: Program, args: dict[str, Any], size: int, rank: int, micro: int, block: int) -> torch.Tensor:
+def block_gradient(
+    program: Program, args: dict[str, Any], size: int, rank: int, micro: int, block: int
+) -> torch.Tensor:
     """fp32; of all that this block does in this micro-batch."""
     generator = torch.Generator().manual_seed(args["data"] * 64 + rank * 16 + micro * 5 + block)
     spec = program.blocks[block]
