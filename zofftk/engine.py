@@ -204,7 +204,7 @@ class Engine:
         self._round += 1
 
     def meet(self, does: float) -> None:
-        """Take part in what others have begun, until all are at the same point; what is on its way up is first for all."""
+        """Take part in what others have begun, until all are at the same point; first what is on its way up."""
         if self.ranks.size > 1:
             self.way_up.land_all()
         self.close_round()
@@ -271,7 +271,6 @@ class Engine:
             bucket.zero.add(index)
 
     def norm(self, index: int) -> float:
-        """L2 norm of the gathered gradient of one parameter; waits for it."""
         self.take_norms()
         return math.sqrt(self.square_sum(self.managed[index]))
 
@@ -372,7 +371,6 @@ class Engine:
 
     @property
     def is_exchanging(self) -> bool:
-        """New values are on their way, or wait on the host."""
         return bool(self.way_up.in_flight or self.way_up.updated or self.policy.kept or self.inside.is_exchanging)
 
     def land_all(self) -> None:
