@@ -19,7 +19,9 @@ import torch.distributed as dist
 LIMIT_S = 60
 
 
-def run_ranks(size: int, work: Callable[[int], Any], *, killed: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(
+    size: int, work: Callable[[int], Any], *, killed: tuple[int, ...] = (), limit_s: float = LIMIT_S
+) -> list[Any]:
     """What `work(rank)` returns on each of `size` ranks; the ranks `killed` must end by a signal, and give None."""
     fork = multiprocessing.get_context("fork")
     with tempfile.NamedTemporaryFile() as meeting:
@@ -32,17 +34,17 @@ def run_ranks(size: int, work: Callable[[int], Any], *, killed: tuple[int, ...] 
         for _, sending in pipes:
             sending.close()
         try:
-            return _results(processes, [receiving for receiving, _ in pipes], killed)
+            return _results(processes, [receiving for receiving, _ in pipes], killed, limit_s)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _results(processes: list[Any], pipes: list[Any], killed: tuple[int, ...]) -> list[Any]:
-    results, faults, deadline = [], [], time.monotonic() + LIMIT_S
+def _results(processes: list[Any], pipes: list[Any], killed: tuple[int, ...], limit_s: float) -> list[Any]:
+    results, faults, deadline = [], [], time.monotonic() + limit_s
     for rank, (process, pipe) in enumerate(zip(processes, pipes, strict=True)):
-        result, fault = None, f"rank {rank} did not end within {LIMIT_S} s"
+        result, fault = None, f"rank {rank} did not end within {limit_s} s"
         if pipe.poll(max(0.0, deadline - time.monotonic())):
             try:
                 result, fault = pickle.loads(pipe.recv_bytes())

@@ -30,15 +30,15 @@ import torch
 from zofftk import clipping, gradients, update
 from zofftk.config import OffloadConfig
 from zofftk.deferred_interrupts import interrupts_deferred
-from zofftk.device.base import COMPUTE, HOST, Device, Placement
+from zofftk.device.base import COMPUTE, HOST, Device
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy, take_kept
-from zofftk.ranks.one import OneRank, Ranks
-from zofftk.ranks.slices import from_slice, is_cut, local_of
+from zofftk.ranks.one import ADD, DROP, NORM, STEP, OneRank, Ranks
+from zofftk.ranks.slices import is_cut, local_of
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
@@ -70,7 +70,7 @@ class Engine:
         self.renew: Callable[[int], None] = lambda index: None  # have another stand-in for what comes
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
-        self._norm_is_known = False
+        self._norm_is_known, self._has_met = False, True  # met: no gradient has come since all ranks did the same
         self.policies = [make_policy(config.update, config.delay_after)]  # the last one is in use
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
         self.inside = AtStep()
@@ -92,6 +92,8 @@ class Engine:
         if not tensors:
             return []
         self.land_all()
+        if self.buckets and self.ranks.size > 1:
+            self.meet(ADD)  # an open round would end with other buckets than the same round on another rank
         self.ranks.join(tensors, names)
         is_first = self.tensor_parallel is None or self.tensor_parallel.join(tensors, names)
         first = len(self.managed)
@@ -101,7 +103,7 @@ class Engine:
             for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True), first)
         ]
         layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs), self.ranks.size)
-        self.ring.reserve(*layout.slot_size())
+        self.ring.reserve(*layout.slot_size(self.ranks.packed_as(torch.uint8).itemsize))
         segment = allocate_segment(self.device, layout, len(self.buckets), states, self.ranks.rank)
         if isinstance(self.policy, Delayed):
             segment.have_spares(self.device)
@@ -115,11 +117,9 @@ class Engine:
         self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:
-            self.device.load(f"load: {bucket.label}", bucket.own, self._tensors_of(bucket.own), bucket.master)
+            own = [self.managed[piece.param].local for piece in bucket.own.pieces]
+            self.device.load(f"load: {bucket.label}", bucket.own, own, bucket.master)
         return self.managed[first:]
-
-    def _tensors_of(self, placement: Placement) -> list[torch.Tensor]:
-        return [self.managed[piece.param].local for piece in placement.pieces]
 
     # -- during backward ---------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Engine:
         managed.round = self._round
         managed.gathered = Gathered.LIVE
         self.outstanding[managed.index] = 1
-        self._norm_is_known = False
+        self._norm_is_known, self._has_met = False, False
         if grad.dtype is not managed.wire and self.ranks.size == 1 and self.totals.takes(managed, grad):
             self.totals.add_wide(managed, grad)
             return
@@ -205,12 +205,23 @@ class Engine:
             self._launch(bucket)
         self._round += 1
 
+    def meet(self, does: float) -> None:
+        """Take part in what others have begun, until all are at the same point; first what is on its way up."""
+        if self.ranks.size > 1:
+            self.way_up.land_all()
+        self.close_round()
+        while self.ranks.others_go_on(does, knows_norm=self._norm_is_known):
+            for bucket in self.ranks.round_of_others():
+                self._launch(bucket)
+            self._norm_is_known = False
+        self._has_met = True
+
     def _launch(self, bucket: HostBucket) -> None:
         if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
             self.totals.add(bucket)
         bucket.zero -= bucket.waiting.keys()
         slot = self.ring.acquire(COMPUTE)
-        data = slot.typed(bucket.bucket, bucket.wire.tensor.dtype)
+        data = slot.typed(bucket.bucket, self.ranks.packed_as(bucket.wire.tensor.dtype))
         present = self.ranks.fill(bucket, data)
         if bucket.waiting:
             placement = bucket.placement(bucket.waiting.keys())
@@ -226,6 +237,9 @@ class Engine:
 
     def name(self, index: int) -> str:
         return self.managed[index].name
+
+    def copied_gradient(self, index: int) -> torch.Tensor | None:
+        return gradients.copied(self, index)
 
     def scale_gradient(self, index: int, factor: float) -> None:
         """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
@@ -259,17 +273,12 @@ class Engine:
             bucket.zero.add(index)
 
     def norm(self, index: int) -> float:
-        """L2 norm of the gathered gradient of one parameter; waits for it."""
         self.take_norms()
         return math.sqrt(self.managed[index].gathered_square_sum)
 
     def take_norms(self, *, at_step: bool = False) -> None:
         """Fetch the square sum of every gradient from the host stream, once for each set of gradients."""
-        self.close_round()
-        while self.ranks.others_go_on(knows_norm=self._norm_is_known, at_step=at_step):
-            for bucket in self.ranks.round_of_others():
-                self._launch(bucket)
-            self._norm_is_known = False
+        self.meet(STEP if at_step else NORM)
         if self._norm_is_known and not self.ranks.has_news:
             return
         for bucket in self.buckets:
@@ -287,17 +296,19 @@ class Engine:
 
     # -- the update --------------------------------------------------------------------------------------------
 
-    def step(self, hypers: Mapping[int, Hyper], *, early: bool = False) -> float:
-        """Update every parameter that has a gradient; returns the norm of all gradients, before clipping.
+    def step(self, hypers: Mapping[int, Hyper], *, early: bool = False) -> float | None:
+        """Update every parameter that has a gradient; returns the norm of all gradients before clipping, if any are.
 
         Where the norm is not finite, nothing changes. With `early`, returns while the update runs; a parameter then
         lands before it is read.
         """
         self.land_all()
         self.take_norms(at_step=True)
+        live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
+        if not live:
+            return None
         if not self.policy.is_late:
             self.exchange(take_kept(self.policy))  # loaded from a run that was late
-        live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
         norm = clipping.global_norm([managed.gathered_square_sum for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
         self.inside.end_step(live)
@@ -357,7 +368,6 @@ class Engine:
 
     @property
     def is_exchanging(self) -> bool:
-        """New values are on their way, or wait on the host."""
         return bool(self.way_up.in_flight or self.way_up.updated or self.policy.kept or self.inside.is_exchanging)
 
     def land_all(self) -> None:
@@ -369,7 +379,8 @@ class Engine:
         """All gradients have been dropped, on every rank."""
         self.inside.restart()
         if self.ranks.size > 1:
-            self.close_round()
+            if not self._has_met:
+                self.meet(DROP)  # or what is dropped here would be added to what comes next there
             for bucket in self.buckets:
                 bucket.forget(set(bucket.params))
 
@@ -381,17 +392,6 @@ class Engine:
         self.inside.drop()
         self.way_up.drop()
 
-    # -- between steps -----------------------------------------------------------------------------------------
-
     def finish(self) -> None:
         """The caller may read the host states: nothing on the host stream is unfinished."""
         self.device.synchronize(self.device.record(HOST), "finish: the host's states must be final")
-
-    def copied_gradient(self, index: int) -> torch.Tensor | None:
-        """What a deep copy of the parameter has as its gradient."""
-        self.deliver()
-        managed = self.managed[index]
-        if managed.gathered is not Gathered.LIVE:
-            return None
-        own = gradients.read(self, managed).to(managed.device, managed.tensor.dtype)
-        return from_slice(managed.tensor, own)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zofftk.managed import Managed
+from zofftk.managed import Gathered, Managed
+from zofftk.ranks.slices import from_slice
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
@@ -27,3 +28,13 @@ def read(engine: Engine, managed: Managed) -> torch.Tensor:
 def not_finite(engine: Engine) -> list[str]:
     """Names of the parameters whose gathered gradient is not finite, after a step that was skipped for it."""
     return [m.name for m in engine.managed if m.is_live and not math.isfinite(m.gathered_square_sum)]
+
+
+def copied(engine: Engine, index: int) -> torch.Tensor | None:
+    """What a deep copy of a parameter has as its gradient."""
+    engine.deliver()
+    managed = engine.managed[index]
+    if managed.gathered is not Gathered.LIVE:
+        return None
+    own = read(engine, managed).to(managed.device, managed.tensor.dtype)
+    return from_slice(managed.tensor, own)

@@ -82,9 +82,9 @@ class Layout:
     num_blocks: int  # of all ranks
     rank_blocks: tuple[int, ...]  # blocks of each rank's statistics
 
-    def slot_size(self) -> tuple[int, int]:
-        """Bytes and blocks that hold any one bucket; the bytes are whole elements of every dtype."""
-        nbytes = _round_up(max(bucket.numel * bucket.itemsize for bucket in self.buckets), ALIGN_NUMEL)
+    def slot_size(self, itemsize: int = 1) -> tuple[int, int]:
+        """Bytes and blocks that hold any one bucket, in elements of `itemsize` bytes or more; whole ones always."""
+        nbytes = _round_up(max(bucket.numel * max(bucket.itemsize, itemsize) for bucket in self.buckets), ALIGN_NUMEL)
         return nbytes, max(bucket.num_blocks for bucket in self.buckets)
 
 

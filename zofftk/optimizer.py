@@ -152,15 +152,17 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         engine.deliver()
         engine.land_all()
         self._replacements.check(engine)
-        self._manage([param for param in self._all_params() if param.grad is not None])
+        is_alone = engine.ranks.size == 1  # others may have a gradient of what was unfrozen where this one has none
+        self._manage([p for p in self._all_params() if p.grad is not None or (p.requires_grad and not is_alone)])
         for managed in self._managed.values():
             self._stand_ins.collect(managed)
-        if engine.ranks.size == 1 and not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
+        if not (engine.managed and (not is_alone or any(m.gathered is Gathered.LIVE for m in engine.managed))):
             return
         for group in self.param_groups:
             self.rule.check_group(group)
         states.take_over_edits(engine, self.rule, self.state, at_step=True)
-        norm = engine.step(self._hypers(engine), early=bool(self.overlaps))
+        if (norm := engine.step(self._hypers(engine), early=bool(self.overlaps))) is None:
+            return  # no rank has a gradient
         self.last_grad_norm = norm
         self._steps += 1
         self.last_step_skipped = not math.isfinite(norm)
@@ -259,16 +261,6 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         """The loss to call backward on, times the loss scale of this step."""
         self._manage([param for param in self._all_params() if param.requires_grad])  # unfrozen since?
         return loss * self._scale.value
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the coming step; 1 where the option `loss_scale` was not given."""
-        return self._scale.value
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps so far whose gradients were not finite; they changed nothing."""
-        return self._scale.skipped_steps
 
     # -- what can be asked -------------------------------------------------------------------------------------
 

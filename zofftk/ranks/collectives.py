@@ -20,3 +20,17 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
 def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     """`part` becomes this rank's range of the sum over ranks; it may lie in `whole`, in its own place."""
     _reduce_scatter(part, whole, group=group)
+
+
+def reduce_to_own(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """As `reduce_scatter`, where fp16 holds the mean and not the sum; a `whole` of a wider dtype is summed in that,
+    and rounded once into `own`, which lies outside of this rank's own range then."""
+    is_fp16, size = own.dtype == torch.float16, dist.get_world_size(group)
+    if own.dtype == whole.dtype:
+        if is_fp16:
+            whole.div_(size)
+        reduce_scatter(own, whole, group)
+        return
+    part = whole.view(size, -1)[dist.get_rank(group)]
+    reduce_scatter(part, whole, group)
+    own.copy_(part.div_(size) if is_fp16 else part)

@@ -13,7 +13,6 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -24,31 +23,37 @@ from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Buffer, Device, Ev
 from zofftk.errors import RankError
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
-from zofftk.ranks.collectives import all_gather, reduce_scatter
+from zofftk.ranks.collectives import all_gather, reduce_to_own
 from zofftk.ranks.group import RankGroup
 from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
+from zofftk.ranks.one import ADD, DROP, NORM, STEP
 from zofftk.ranks.slices import slice_box
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
-ROUND, NORM, STEP = 1.0, 2.0, 3.0
-NEWS = 0.5  # added to NORM or STEP: the rank has gradients whose norm is not known
+ROUND = 1.0
+ALIKE = {NORM: "asks for a norm", STEP: "makes a step", ADD: "adds parameters", DROP: "drops its gradients"}
+NEWS = 0.5  # added to one of these: the rank has gradients whose norm is not known
+WORDS = (ROUND, *ALIKE, *(word + NEWS for word in ALIKE))
 
 
 class ManyRanks:
     """See the module."""
 
-    def __init__(self, device: Device, group: RankGroup, threads: int) -> None:
+    def __init__(self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
         self.has_news = True
-        self._device, self._threads = device, threads
+        self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
         self._buckets: list[HostBucket] = []  # all, in the order they leave in
         self._norms: NormExchange | None = None
-        self._word = device.buffer("word to the ranks", 1, torch.float64, "host", on_link=True)
+        # All there are, written once: a word that the host stream wrote would come after the updates there.
+        self._known = device.buffer("words there are", len(WORDS), torch.float64, "host", on_link=True)
+        device.touch("words there are", writes=[self._known])
+        self._known.tensor.copy_(torch.tensor(WORDS, dtype=torch.float64))
         self._words = device.buffer("words of all ranks", self.size, torch.float64, "host", on_link=True)
         self._words_dev = device.buffer("words of all ranks on the device", self.size, torch.float64, "device")
 
@@ -66,7 +71,7 @@ class ManyRanks:
         """These leave after all others."""
         self._buckets += buckets
         for bucket in buckets:
-            # fp16 is divided before it is summed: two times 40000 would be infinite.
+            # fp16 is divided on the device: two times 40000 would be infinite.
             bucket.average = 1.0 if bucket.wire.tensor.dtype == torch.float16 else 1.0 / self.size
 
     def in_turn(self, bucket: HostBucket) -> Iterable[HostBucket]:
@@ -96,10 +101,12 @@ class ManyRanks:
 
     # -- words -------------------------------------------------------------------------------------------------
 
-    def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
-        self._tell((STEP if at_step else NORM) + (0.0 if knows_norm else NEWS))
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        self._tell(does + (0.0 if knows_norm else NEWS))
         device = self._device
-        device.wait(DOWN, device.record(COMM), "heard: the words of all ranks must be there")
+        device.wait(
+            DOWN, device.record(COMM), "words there: those of all ranks must be on the device before they leave it"
+        )
         device.copy_down("down: words", self._words, self._words_dev, [Run(0, self.size)])
         device.synchronize(device.record(DOWN), "wait for ranks: all must say what comes next")
         words = device.value("words", self._words)
@@ -108,28 +115,25 @@ class ManyRanks:
             return True
         if (kinds != kinds[0]).any():
             rank = int((kinds != kinds[0]).argmax())
-            does = {NORM: "asks for a norm", STEP: "makes a step"}
+            first, other = ALIKE[float(kinds[0])], ALIKE[float(kinds[rank])]
             raise RankError(
-                f"the ranks have parted: rank 0 {does[float(kinds[0])]} where rank {rank} {does[float(kinds[rank])]}; "
-                "every rank has to call clip_grad_norm_ and step() alike"
+                f"the ranks have parted: rank 0 {first} where rank {rank} {other}; every rank has to call "
+                "clip_grad_norm_, step() and add_param_group() alike, and zero_grad() after a backward on every rank"
             )
         self.has_news = bool((words != kinds).any())
         return False
 
     def _tell(self, word: float) -> None:
-        device = self._device
-        # The word before must have left, and been heard where anybody listens.
-        device.wait(HOST, device.record(UP), "told: the word before must have left")
-        device.host_task("word", partial(_write, self._word, word), writes=[self._word])
-        device.wait(UP, device.record(HOST), "said: the word must be written before it leaves")
-        device.wait(UP, device.record(COMM), "told: the others must have the word before")
-        device.wait(UP, device.record(DOWN), "heard: the words before must have been read")
-        own = self._words_dev.part(self.rank, 1)
-        device.copy_up("up: word", own, self._word, [Run(0, 1)])
+        device, own = self._device, self._words_dev.part(self.rank, 1)
+        device.wait(UP, device.record(COMM), "word told: the others must have the one before")
+        device.copy_up("up: word", own, self._known.part(WORDS.index(word), 1), [Run(0, 1)])
         device.wait(COMM, device.record(UP), "word on the device: it must be there before all have it")
         self._group.collective("all-gather: words", all_gather, self._words_dev, own)
 
     # -- gradients ---------------------------------------------------------------------------------------------
+
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        return self._reduce_dtype or wire
 
     def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
         if len(bucket.waiting) < len(bucket.params):
@@ -137,9 +141,9 @@ class ManyRanks:
         return set(bucket.params)
 
     def bring_down(self, bucket: HostBucket, slot: Slot, data: Buffer, present: set[int]) -> Event:
-        device, label, own = self._device, bucket.label, self._own_part(bucket, data)
+        device, label, own = self._device, bucket.label, self._reduced_part(bucket, data)
         device.wait(COMM, device.record(COMPUTE), f"packed: {label} must be complete before it leaves")
-        self._group.collective(f"reduce-scatter: {label}", _reduce, own, data)
+        self._group.collective(f"reduce-scatter: {label}", reduce_to_own, own, data)
         device.wait(DOWN, device.record(COMM), f"reduced: {label} must be complete before it leaves")
         if bucket.counted is not None:
             device.wait(DOWN, bucket.counted, f"counted: {label} must have been read before it is overwritten")
@@ -153,6 +157,15 @@ class ManyRanks:
 
     def _own_part(self, bucket: HostBucket, data: Buffer) -> Buffer:
         return data.part(self.rank * bucket.shard.numel, bucket.shard.numel)
+
+    def _reduced_part(self, bucket: HostBucket, data: Buffer) -> Buffer:
+        """Where this rank's range of the sum goes down from. Where it was summed in another dtype than the wire's,
+        that is a place in the ranges of the other ranks, which nobody needs any more."""
+        wire = bucket.wire.tensor.dtype
+        if data.tensor.dtype == wire:
+            return self._own_part(bucket, data)
+        other = data.part(0 if self.rank else bucket.shard.numel, bucket.shard.numel)
+        return Buffer(data.name, data.place, other.tensor.view(wire)[: bucket.shard.numel], data.clock)
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -206,13 +219,3 @@ class ManyRanks:
 
     def close(self) -> None:
         self._group.close()
-
-
-def _reduce(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if whole.dtype == torch.float16:
-        whole.div_(dist.get_world_size(group))
-    reduce_scatter(own, whole, group)
-
-
-def _write(buffer: Buffer, word: float) -> None:
-    buffer.tensor.fill_(word)

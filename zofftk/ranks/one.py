@@ -13,6 +13,8 @@ from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Managed, Update
 from zofftk.staging import Slot
 
+NORM, STEP, ADD, DROP = 2.0, 3.0, 4.0, 5.0  # what all ranks have to do alike
+
 
 class Ranks(Protocol):
     """How gradients come down and values go up, and who has to agree."""
@@ -44,13 +46,18 @@ class Ranks(Protocol):
         """In this round, and cannot leave again before the next."""
         ...
 
-    def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
-        """Another rank has begun a round that this one has no gradients for, and has to take part in."""
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        """Another rank has begun a round that this one has no gradients for, and has to take part in before it `does`
+        what it is about to do; raises where another rank does something else."""
         ...
 
     @property
     def has_news(self) -> bool:
         """Whether, when all were asked last, one of them had gradients whose norm was not known."""
+        ...
+
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        """What gradients are packed as that come down as `wire`."""
         ...
 
     def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
@@ -110,8 +117,11 @@ class OneRank:
     def has_left(self, bucket: HostBucket) -> bool:
         return False
 
-    def others_go_on(self, *, knows_norm: bool, at_step: bool) -> bool:
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
         return False
+
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        return wire
 
     def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
         return set(bucket.waiting)

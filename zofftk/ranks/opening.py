@@ -47,7 +47,7 @@ def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Ten
     from zofftk.ranks.many import ManyRanks
 
     group = RankGroup(device, ranks, config.rank_timeout_s)
-    return ManyRanks(device, group, config.threads or usable_threads())
+    return ManyRanks(device, group, config.threads or usable_threads(), config.reduce_dtype)
 
 
 def open_tensor_parallel(

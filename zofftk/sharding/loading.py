@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,15 @@ def whole_checkpoint(folder: Path) -> Path:
 
 
 class Loading:
-    """The steps of a load, in their order. `content`, the wanted state dicts, is changed by the last two alone."""
+    """The steps of a load, in their order. `content`, the wanted state dicts, is changed by the last two alone.
 
-    def __init__(self, place: Path, content: dict[str, Any]) -> None:
+    `optimizers`: of these keys, a parameter whose state is not there had none when the checkpoint was written.
+    """
+
+    def __init__(self, place: Path, content: dict[str, Any], optimizers: Sequence[str] = ()) -> None:
         self.place = place
         self.content = content
+        self._optimizers = optimizers
         self._reader = ChunkReader(place)
         self._planner = _Planner()
 
@@ -49,6 +53,11 @@ class Loading:
 
     def plan(self, *, strict: bool) -> None:
         """What is wanted is there, in its shape."""
+        for key in self._optimizers:
+            states, saved = self.content[key]["state"], self._metadata.state_dict_metadata
+            for number in list(states):
+                if not any(name.startswith(f"{key}.state.{number}.") for name in saved):
+                    del states[number]
         self._planner.set_up_planner(_with_own_containers(self.content), self._metadata)
         _check_fits(self._planner, self._metadata, set(map(str, self.content)), strict, self.place)
         self._reader.set_up_storage_reader(self._metadata, False)

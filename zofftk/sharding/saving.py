@@ -150,7 +150,8 @@ def load_sharded(
     """
     ranks = _ready_ranks(group)
     place = ranks.first(lambda: whole_checkpoint(Path(folder)))
-    loading = Loading(place, loadable(state))
+    optimizers = [key for key, value in state.items() if hasattr(value, "show_states")]
+    loading = Loading(place, loadable(state), optimizers)
     ranks.each(lambda: loading.verify(ranks.rank, ranks.size, checksums=check))
     ranks.each(lambda: loading.plan(strict=strict))
     ranks.each(loading.read_values)
