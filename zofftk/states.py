@@ -45,7 +45,7 @@ def shown_state(managed: Managed, name: str) -> torch.Tensor:
     parts = managed.segment.parts(name, managed.index)
     if managed.segment.num_ranks == 1:
         ((_, flat),) = parts
-        return flat.view(managed.shape)
+        return flat.view(managed.local.shape)
     from zofftk.sharded_state import ShardedState  # torch's checkpoints take long to import
 
     return ShardedState(managed.shape, torch.float32, parts)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch.distributed as dist
 
 from zofftk.errors import RankError
 
@@ -32,14 +31,18 @@ class Sign:
 
 
 class Watch:
-    """One rank's signs. Its thread ends with `close`, or when the watch is forgotten."""
+    """One rank's signs. Its thread ends with `close`, or when the watch is forgotten.
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        store: Any = dist.distributed_c10d._get_default_store()
+    Args:
+        store: of torch.distributed, a part of it that nobody else writes to.
+        rank: this one, by its number in the world, as all others.
+        ranks: all that give signs.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int]) -> None:
+        self._rank, self._others = rank, [other for other in ranks if other != rank]
         # A connection of its own: the other one may be held by somebody who waits.
-        own = store.clone() if hasattr(store, "clone") else store
-        self._store: Any = dist.distributed_c10d.PrefixStore(f"zofftk/{name}", own)
+        self._store = store.clone() if hasattr(store, "clone") else store
         self.at = "construction"
         self._number, self._fault, self._is_closed = 0, None, False
         self._lock = threading.Lock()
@@ -74,10 +77,9 @@ class Watch:
 
     def _read_others(self) -> dict[int, Sign | None]:
         signs: dict[int, Sign | None] = {}
-        for rank in range(self._size):
-            if rank != self._rank:
-                is_there = self._store.check([str(rank)])
-                signs[rank] = Sign(**json.loads(self._store.get(str(rank)))) if is_there else None
+        for rank in self._others:
+            is_there = self._store.check([str(rank)])
+            signs[rank] = Sign(**json.loads(self._store.get(str(rank)))) if is_there else None
         return signs
 
     def _write(self) -> None:

@@ -1,0 +1,98 @@
+"""Many processes that train together: how they meet, agree, and learn of each other's end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from zofftk.errors import InputError, RankError
+from zofftk.launch import Launch
+from zofftk.rank_group import RankGroup, SomeRankError, talking
+from zofftk.ranks.watch import Watch
+
+T = TypeVar("T")
+PURPOSE = "zofftk's command line"
+NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")  # torchrun sets them
+
+
+class LaunchedRanks(Launch):
+    """See `Launch`. Meets the others, with torch.distributed initialised from torchrun's variables."""
+
+    def __init__(self, rank: int, size: int, *, tp: int, timeout_s: float | None, device: str) -> None:
+        if missing := [name for name in NEEDED if name not in os.environ]:
+            raise InputError(f"WORLD_SIZE: expected {missing[0]} beside it, as torchrun sets them, got none")
+        self.rank, self.size, self.tp, self.dp = rank, size, tp, size // tp
+        self.local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        self.data_rank, self.timeout_s = rank // tp, timeout_s
+        self.can_save = tp == 1
+        self._meet(device)
+
+    def _meet(self, device: str) -> None:
+        limit = {} if self.timeout_s is None else {"timeout": timedelta(seconds=self.timeout_s)}
+        backend = "gloo" if device == "cpu" or not torch.cuda.is_available() else "cpu:gloo,cuda:nccl"
+        if "nccl" in backend and self.local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(self.local_rank)
+        try:
+            store, _, _ = next(dist.rendezvous("env://", **limit))
+        except (RuntimeError, ValueError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise RankError(f"rank {self.rank} cannot reach rank 0, or the launcher, at {where} ({error})") from error
+        # Signs of life come first: also who does not get through the start has to be named.
+        self._watch = Watch(dist.PrefixStore("zofftk", store), self.rank, range(self.size))
+        with self.at("the start"), talking():
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, **limit)
+            self._talk = RankGroup.of(None, PURPOSE)
+
+    @contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        self._watch.at = place
+        try:
+            yield
+        except RuntimeError as error:
+            # Torch's own collectives, which tensor parallelism uses in the model, raise just that.
+            if not (isinstance(error, SomeRankError) or (self.tp > 1 and type(error) is RuntimeError)):
+                raise
+            raise self._watch.blame(error.__cause__ or error) from error
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        return self._agreed(lambda: self._talk.each(work))
+
+    def first(self, work: Callable[[], T]) -> T:
+        return self._agreed(lambda: self._talk.first(work))
+
+    def _agreed(self, talk: Callable[[], Any]) -> Any:
+        with self.at(self._watch.at):
+            try:
+                return talk()
+            except Exception as error:
+                error.is_known_to_all = not isinstance(error, SomeRankError)  # type: ignore[attr-defined]
+                raise
+
+    def build_meshes(self, device: torch.device) -> None:
+        with self.at("the start"), talking():
+            mesh = init_device_mesh(device.type, (self.dp, self.tp), mesh_dim_names=("dp", "tp"))
+        self.process_group = mesh["dp"].get_group()
+        if self.tp > 1:
+            self.mesh = mesh["tp"]
+
+    def mean_loss(self, loss: float, *, stop: bool) -> tuple[float, bool]:
+        # One message for both: all stop after the same step, whoever has heard of it.
+        word = torch.tensor([loss / self.dp, float(stop)], dtype=torch.float64)
+        with talking():
+            dist.all_reduce(word, group=self._talk.group)
+        return word[0].item(), word[1].item() > 0
+
+    def close(self) -> None:
+        """When all have come to their end: who leaves first would look as if it had died."""
+        self.each(lambda: None)
+        self._watch.close()
+        self.each(lambda: None)  # rank 0 may hold the store that the watches write to
+        dist.destroy_process_group()
