@@ -9,12 +9,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+# Imported before the forks: each of them would spend seconds on it.
+import zofftk.rank_checkpoint
+import zofftk.split_gpt
+import zofftk.train  # noqa: F401
 from zofftk.cli import main
 
 LIMIT_S = 60
@@ -40,6 +45,13 @@ class Started:
         for process in self.processes:
             process.kill()
             process.join()
+
+    def poll(self) -> int | None:
+        """An exit code, if one has ended."""
+        return next((process.exitcode for process in self.processes if process.exitcode is not None), None)
+
+    def all_say(self) -> str:
+        return "\n".join(self.says(rank) for rank in range(len(self.said)))
 
     def says(self, rank: int) -> str:
         return self.said[rank].read_text()
@@ -83,3 +95,15 @@ def start(
         for process in processes:
             process.start()
     return Started(processes, said)
+
+
+def await_checkpoint(folder: Path, running: Any, since_ns: int = 0) -> int:
+    """Until a newer one is in `folder`, or `running` has ended; its time."""
+    deadline, at = time.monotonic() + LIMIT_S, 0
+    while at <= since_ns:
+        assert running.poll() is None, "ended without a checkpoint"
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.005)
+        with suppress(OSError):
+            at = (folder / ".metadata").stat().st_mtime_ns
+    return at

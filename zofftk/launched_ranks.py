@@ -40,16 +40,26 @@ class LaunchedRanks(Launch):
         backend = "gloo" if device == "cpu" or not torch.cuda.is_available() else "cpu:gloo,cuda:nccl"
         if "nccl" in backend and self.local_rank < torch.cuda.device_count():
             torch.cuda.set_device(self.local_rank)
-        try:
-            store, _, _ = next(dist.rendezvous("env://", **limit))
-        except (RuntimeError, ValueError) as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise RankError(f"rank {self.rank} cannot reach rank 0, or the launcher, at {where} ({error})") from error
+        store = self._open_store(limit)
         # Signs of life come first: also who does not get through the start has to be named.
         self._watch = Watch(dist.PrefixStore("zofftk", store), self.rank, range(self.size))
         with self.at("the start"), talking():
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, **limit)
             self._talk = RankGroup.of(None, PURPOSE)
+
+    def _open_store(self, limit: dict[str, timedelta]) -> dist.Store:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        try:
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                return next(dist.rendezvous("env://", **limit))[0]
+            # As torch does it, but rank 0 does not wait here, where nobody could say who is missing.
+            is_first = self.rank == 0
+            return dist.TCPStore(address, int(port), self.size, is_first, wait_for_workers=False, **limit)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise RankError(
+                f"rank {self.rank} cannot reach rank 0, or the launcher, at {address}:{port} ({reason})"
+            ) from error
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -57,8 +67,7 @@ class LaunchedRanks(Launch):
         try:
             yield
         except RuntimeError as error:
-            # Torch's own collectives, which tensor parallelism uses in the model, raise just that.
-            if not (isinstance(error, SomeRankError) or (self.tp > 1 and type(error) is RuntimeError)):
+            if not (isinstance(error, SomeRankError | dist.DistError) or _is_from_gloo(error)):
                 raise
             raise self._watch.blame(error.__cause__ or error) from error
 
@@ -96,3 +105,8 @@ class LaunchedRanks(Launch):
         self._watch.close()
         self.each(lambda: None)  # rank 0 may hold the store that the watches write to
         dist.destroy_process_group()
+
+
+def _is_from_gloo(error: RuntimeError) -> bool:
+    """What torch's own collectives raise, which tensor parallelism uses in the model: nothing but a text."""
+    return type(error) is RuntimeError and "gloo/" in str(error)

@@ -119,7 +119,8 @@ def prepare(config: TrainConfig, resume: Checkpoint | None, ranks: Launch | None
     ranks.build_meshes(device)
     model = ranks.here(lambda: build_model(config, resume, device, ranks))
     # The optimizer takes its fp32 master copies from the model, which therefore comes first.
-    optimizer = build_optimizer(model, config, ranks)
+    with ranks.at("construction"):
+        optimizer = build_optimizer(model, config, ranks)
     schedule = LambdaLR(optimizer, partial(lr_factor, steps=config.steps))
     if resume:
         ranks.here(lambda: resume.load_optimizer(model, optimizer))
