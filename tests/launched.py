@@ -97,9 +97,9 @@ def start(
     return Started(processes, said)
 
 
-def await_checkpoint(folder: Path, running: Any, since_ns: int = 0) -> int:
+def await_checkpoint(folder: Path, running: Any, since_ns: int = 0, limit_s: float = LIMIT_S) -> int:
     """Until a newer one is in `folder`, or `running` has ended; its time."""
-    deadline, at = time.monotonic() + LIMIT_S, 0
+    deadline, at = time.monotonic() + limit_s, 0
     while at <= since_ns:
         assert running.poll() is None, "ended without a checkpoint"
         assert time.monotonic() < deadline, "no checkpoint"

@@ -168,17 +168,28 @@ def test_what_one_rank_lacks_ends_all_and_is_named(text, tmp_path):
 
 def test_torchrun_and_ctrl_c(text, tmp_path):
     where = ["--data", text, "--out", tmp_path, "--name", "run", "--save-every", 2, "--steps", 2000, *SMALL]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "zofftk", "train", *where]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "-m",
+        "zofftk",
+        "train",
+        *where,
+    ]
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
-        [str(word) for word in [*command[:5], "--master-port", 0, *command[5:]]],
+        [str(word) for word in command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | variables,
     )
     try:
-        await_checkpoint(tmp_path / "run" / "checkpoint", process)
+        await_checkpoint(tmp_path / "run" / "checkpoint", process, limit_s=200)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)

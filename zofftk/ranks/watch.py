@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from zofftk.errors import RankError
 
 INTERVAL_S = 1.0
 PATIENCE_S = 2.5  # a rank that gives no sign for so long is gone
+LEAST_S = 1.5  # ... or for so long, where the store is lost then
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,29 @@ class Watch:
         """Why a collective has failed here."""
         self._fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         self._try_to_write()
-        try:
-            before = self._read_others()
-            self._end.wait(PATIENCE_S)
-            now = self._read_others()
-        except Exception:  # the store is gone
+        if (signs := self._look()) is None:
             return RankError(
                 f"rank {self._rank} has lost the process that holds torch.distributed's store (rank 0, or the "
                 f"launcher), at {self.at}: {self._fault}"
             )
-        return RankError(f"rank {self._rank} cannot go on at {self.at}: {_reason(before, now)} ({self._fault})")
+        return RankError(f"rank {self._rank} cannot go on at {self.at}: {_reason(*signs)} ({self._fault})")
+
+    def _look(self) -> tuple[dict[int, Sign | None], dict[int, Sign | None]] | None:
+        """The others' signs some time apart; None where the store is gone, or goes too soon.
+
+        Whoever holds it may have failed as well, for the same reason, and end meanwhile.
+        """
+        began = time.monotonic()
+        before = now = None
+        try:
+            before = now = self._read_others()
+            while (left := began + PATIENCE_S - time.monotonic()) > 0:
+                self._end.wait(min(left, 0.25))
+                now = self._read_others()
+        except Exception:
+            if before is None or now is None or time.monotonic() - began < LEAST_S:
+                return None
+        return before, now
 
     def _read_others(self) -> dict[int, Sign | None]:
         signs: dict[int, Sign | None] = {}
@@ -97,11 +112,11 @@ class Watch:
 
 
 def _reason(before: dict[int, Sign | None], now: dict[int, Sign | None]) -> str:
-    """The first cause: a rank that has failed as well, and closed then, is none."""
+    """The first cause: a rank that has failed as well, and closed or ended then, is none."""
     for rank, sign in now.items():
         if sign is None:
             return f"rank {rank} has never begun"
-        if sign == before[rank] and not sign.is_closed:
+        if sign == before[rank] and not sign.is_closed and not sign.fault:
             return f"rank {rank} has died or cannot be reached; it was at {sign.at}"
     signs = {rank: sign for rank, sign in now.items() if sign is not None}
     for rank, sign in signs.items():
