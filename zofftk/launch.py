@@ -55,6 +55,9 @@ class Launch:
         """Over all ranks; and whether another one has been asked to stop, or this one."""
         return loss, stop
 
+    def leave(self, error: BaseException) -> None:
+        """Tell the others why, before this process ends."""
+
     def describe(self) -> dict[str, int]:
         return {"ranks": self.size, "data_parallel": self.dp, "tensor_parallel": self.tp}
 
@@ -85,7 +88,7 @@ def launched(
         yield Launch()
         return
     rank = _number("RANK", 0)
-    is_known = True  # to all ranks alike
+    ranks, is_known = Launch(), True  # to all ranks alike
     try:
         check_options(size, tp, timeout_s)
         is_known = False
@@ -96,6 +99,7 @@ def launched(
         ranks.close()
     except BaseException as error:
         is_known = is_known or getattr(error, "is_known_to_all", False)
+        ranks.leave(error)
         _end(error, explain, rank, says=rank == 0 or not is_known)
 
 

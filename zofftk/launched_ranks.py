@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from zofftk.errors import InputError, RankError
 from zofftk.launch import Launch
 from zofftk.rank_group import RankGroup, SomeRankError, talking
-from zofftk.ranks.watch import Watch
+from zofftk.ranks.watch import INTERVAL_S, Watch
 
 T = TypeVar("T")
+_dist: Any = dist  # stores are not marked as exported
 PURPOSE = "zofftk's command line"
 NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")  # torchrun sets them
 
@@ -33,28 +35,30 @@ class LaunchedRanks(Launch):
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self.data_rank, self.timeout_s = rank // tp, timeout_s
         self.can_save = tp == 1
+        self._holds_store = False
         self._meet(device)
 
     def _meet(self, device: str) -> None:
-        limit = {} if self.timeout_s is None else {"timeout": timedelta(seconds=self.timeout_s)}
+        timeout = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
         backend = "gloo" if device == "cpu" or not torch.cuda.is_available() else "cpu:gloo,cuda:nccl"
         if "nccl" in backend and self.local_rank < torch.cuda.device_count():
             torch.cuda.set_device(self.local_rank)
-        store = self._open_store(limit)
+        store = self._open_store(timeout)
         # Signs of life come first: also who does not get through the start has to be named.
-        self._watch = Watch(dist.PrefixStore("zofftk", store), self.rank, range(self.size))
+        self._watch = Watch(dist.distributed_c10d.PrefixStore("zofftk", store), self.rank, range(self.size))
         with self.at("the start"), talking():
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, **limit)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
             self._talk = RankGroup.of(None, PURPOSE)
 
-    def _open_store(self, limit: dict[str, timedelta]) -> dist.Store:
+    def _open_store(self, timeout: timedelta | None) -> Any:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                return next(dist.rendezvous("env://", **limit))[0]
+                return next(_dist.rendezvous("env://", timeout=timeout or dist.distributed_c10d.default_pg_timeout))[0]
             # As torch does it, but rank 0 does not wait here, where nobody could say who is missing.
-            is_first = self.rank == 0
-            return dist.TCPStore(address, int(port), self.size, is_first, wait_for_workers=False, **limit)
+            self._holds_store = self.rank == 0
+            limit_s = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
+            return _dist.TCPStore(address, int(port), self.size, self._holds_store, limit_s, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise RankError(
@@ -67,7 +71,10 @@ class LaunchedRanks(Launch):
         try:
             yield
         except RuntimeError as error:
-            if not (isinstance(error, SomeRankError | dist.DistError) or _is_from_gloo(error)):
+            if isinstance(error, RankError) and not isinstance(error, SomeRankError):
+                if self._watch.verdict is None:
+                    raise
+            elif not (isinstance(error, SomeRankError | dist.DistError) or _is_from_gloo(error)):
                 raise
             raise self._watch.blame(error.__cause__ or error) from error
 
@@ -98,6 +105,11 @@ class LaunchedRanks(Launch):
         with talking():
             dist.all_reduce(word, group=self._talk.group)
         return word[0].item(), word[1].item() > 0
+
+    def leave(self, error: BaseException) -> None:
+        self._watch.judge(str(error) if isinstance(error, RankError) else f"rank {self.rank} has ended, {error!r}")
+        if self._holds_store:
+            time.sleep(1.2 * INTERVAL_S)  # until all have heard it
 
     def close(self) -> None:
         """When all have come to their end: who leaves first would look as if it had died."""

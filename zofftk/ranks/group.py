@@ -27,7 +27,7 @@ class RankGroup:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._device = device
         store: Any = dist.distributed_c10d._get_default_store()
-        signs = dist.PrefixStore(f"zofftk/{group.group_name}", store)
+        signs = dist.distributed_c10d.PrefixStore(f"zofftk/{group.group_name}", store)
         self._watch = Watch(signs, dist.get_rank(), dist.get_process_group_ranks(group))
         device.open_comm()
 

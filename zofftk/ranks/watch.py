@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from zofftk.errors import RankError
 
 INTERVAL_S = 1.0
 PATIENCE_S = 2.5  # a rank that gives no sign for so long is gone
+VERDICT = "verdict"
 LEAST_S = 1.5  # ... or for so long, where the store is lost then
 
 
@@ -46,6 +48,7 @@ class Watch:
         # A connection of its own: the other one may be held by somebody who waits.
         self._store = store.clone() if hasattr(store, "clone") else store
         self.at = "construction"
+        self.verdict: str | None = None  # why all of them cannot go on, by the rank that knew it first
         self._number, self._fault, self._is_closed = 0, None, False
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -66,12 +69,31 @@ class Watch:
         """Why a collective has failed here."""
         self._fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         self._try_to_write()
+        self.hear()
+        if self.verdict is not None:
+            return RankError(f"rank {self._rank} cannot go on at {self.at}: {self.verdict} ({self._fault})")
         if (signs := self._look()) is None:
             return RankError(
                 f"rank {self._rank} has lost the process that holds torch.distributed's store (rank 0, or the "
                 f"launcher), at {self.at}: {self._fault}"
             )
-        return RankError(f"rank {self._rank} cannot go on at {self.at}: {_reason(*signs)} ({self._fault})")
+        reason, is_first_cause = _reason(*signs)
+        if is_first_cause:
+            self.judge(reason)
+        return RankError(f"rank {self._rank} cannot go on at {self.at}: {reason} ({self._fault})")
+
+    def judge(self, verdict: str) -> None:
+        """Have the others hear it: who fails after this rank's end, because of it, may find no store to look in."""
+        self.hear()
+        if self.verdict is None:
+            self.verdict = verdict
+            with suppress(Exception):
+                self._store.set(VERDICT, verdict)
+
+    def hear(self) -> None:
+        with suppress(Exception):  # the store is gone
+            if self.verdict is None and self._store.check([VERDICT]):
+                self.verdict = self._store.get(VERDICT).decode()
 
     def _look(self) -> tuple[dict[int, Sign | None], dict[int, Sign | None]] | None:
         """The others' signs some time apart; None where the store is gone, or goes too soon.
@@ -111,22 +133,25 @@ class Watch:
         return True
 
 
-def _reason(before: dict[int, Sign | None], now: dict[int, Sign | None]) -> str:
-    """The first cause: a rank that has failed as well, and closed or ended then, is none."""
+def _reason(before: dict[int, Sign | None], now: dict[int, Sign | None]) -> tuple[str, bool]:
+    """Why; and whether it is the first cause for sure.
+
+    A rank that has failed as well, and closed or ended then, is no cause.
+    """
     for rank, sign in now.items():
         if sign is None:
-            return f"rank {rank} has never begun"
+            return f"rank {rank} has never begun", True
         if sign == before[rank] and not sign.is_closed and not sign.fault:
-            return f"rank {rank} has died or cannot be reached; it was at {sign.at}"
+            return f"rank {rank} has died or cannot be reached; it was at {sign.at}", True
     signs = {rank: sign for rank, sign in now.items() if sign is not None}
     for rank, sign in signs.items():
         if sign.is_closed and not sign.fault:
-            return f"rank {rank} has closed its optimizer"
+            return f"rank {rank} has closed its optimizer", True
     held_up = [
         f"rank {rank} is alive but does not come, it is at {sign.at}" for rank, sign in signs.items() if not sign.fault
     ]
     failed = [f"rank {rank} has failed as well, at {sign.at}" for rank, sign in signs.items()]
-    return "; ".join(held_up or failed)
+    return "; ".join(held_up or failed), False
 
 
 def _keep_writing(reference: weakref.ref[Watch], end: threading.Event) -> None:
@@ -134,4 +159,5 @@ def _keep_writing(reference: weakref.ref[Watch], end: threading.Event) -> None:
         watch = reference()
         if watch is None or not watch._try_to_write():
             return
+        watch.hear()
         del watch
