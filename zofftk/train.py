@@ -215,9 +215,10 @@ def step_bytes(config: TrainConfig) -> int:
     return config.batch_size * config.seq_len * per_token
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig, ranks: Launch) -> "OffloadAdamW":
+def build_optimizer(model: nn.Module, config: TrainConfig, ranks: Launch | None = None) -> "OffloadAdamW":
     from zofftk import LossScale, OffloadAdamW
 
+    ranks = ranks or Launch()
     return OffloadAdamW(
         model.parameters(),
         lr=config.lr,
