@@ -69,3 +69,13 @@ def test_b10_twenty_killed_ranks(text, tmp_path):
     moments = random.Random(1)
     for turn in range(20):
         a_killed_rank(text, tmp_path, turn, moments)
+
+
+def test_a_rank_that_hangs_is_waited_for_so_long(text, tmp_path):
+    options = ("--batch-size", 6, "--seq-len", 8, "--steps", 100_000, "--rank-timeout", 4, "--save-every", 1)
+    started = start(3, tmp_path / "said", *options, "--data", text, "--out", tmp_path, "--name", "run")
+    await_checkpoint(tmp_path / "run" / "checkpoint", started)
+    os.kill(started.processes[1].pid, signal.SIGSTOP)
+    codes = started.wait(4 + MARGIN_S)
+    assert codes[0] == codes[2] == 1, (codes, started.all_say())
+    assert all("rank 1 has died or cannot be reached" in started.says(rank) for rank in (0, 2)), started.all_say()
