@@ -43,7 +43,9 @@ def _rank(rank: int, size: int, task: Task, meeting: str) -> dict[str, Any]:
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
     if is_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group(task.backend, store=dist.FileStore(meeting, size), rank=rank, world_size=size)
+    dist.init_process_group(
+        task.backend, store=dist.distributed_c10d.FileStore(meeting, size), rank=rank, world_size=size
+    )
     try:
         return measure(rank, task, device)
     finally:
@@ -54,7 +56,7 @@ def measure(rank: int, task: Task, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = [nn.Linear(task.width, task.width) for _ in range(task.layers)]
     model = nn.Sequential(*layers).to(device, torch.bfloat16)
-    machine = {} if device.type == "cuda" else {"device": EmulatedDevice(keep_spans=True)}
+    machine: dict[str, Any] = {} if device.type == "cuda" else {"device": EmulatedDevice(keep_spans=True)}
     opt = zofftk.OffloadAdamW(model.parameters(), trace=True, threads=1, **machine)
     torch.manual_seed(1 + rank)
     batch = torch.randn(64, task.width, device=device, dtype=torch.bfloat16)

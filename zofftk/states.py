@@ -46,7 +46,7 @@ def shown_state(managed: Managed, name: str) -> torch.Tensor:
     parts, within = managed.segment.parts(name, managed.index), slice_box(managed.tensor)
     if managed.segment.num_ranks == 1 and within is None:
         ((_, flat),) = parts
-        return flat.view(managed.shape)
+        return flat.view(managed.local.shape)
     from zofftk.sharding.state import ShardedState  # torch's checkpoints take long to import
 
     is_copy = managed.is_copy

@@ -26,7 +26,9 @@ class RankGroup:
         self.process_group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._device = device
-        self._watch = Watch(group, group.group_name)
+        store: Any = dist.distributed_c10d._get_default_store()
+        signs = dist.distributed_c10d.PrefixStore(f"zofftk/{group.group_name}", store)
+        self._watch = Watch(signs, dist.get_rank(), dist.get_process_group_ranks(group))
         device.open_comm()
 
     def collective(self, label: str, operation: Callable[[Any, Any, Any], None], dst: Buffer, src: Buffer) -> None:

@@ -6,13 +6,20 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from zofftk.errors import RankError
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class SomeRankError(RankError):
+    """Another rank is gone; which one, this module does not know."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class _Failure:
 class JointWork:
     """Some ranks, over gloo; or this process alone, where no collective is called.
 
-    Every method is a collective: all ranks call the same one. Raises RuntimeError where another rank has ended.
+    Every method is a collective: all ranks call the same one. Raises RankError where another rank has ended.
     """
 
     group: Any  # a process group; None where there is one rank
@@ -50,7 +57,9 @@ class JointWork:
         groups = _groups.setdefault(group, {})
         if purpose not in groups:
             ranks = dist.get_process_group_ranks(group)
-            groups[purpose] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            groups[purpose] = dist.new_group(
+                ranks, backend="gloo", timeout=_timeout_of(group), use_local_synchronization=True
+            )
         return JointWork(groups[purpose], rank, size)
 
     def each(self, work: Callable[[], T]) -> list[T]:
@@ -111,6 +120,13 @@ class JointWork:
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 
 
+def _timeout_of(group: Any) -> timedelta | None:
+    """Torch gives a new group its own default, whatever the others were told to wait."""
+    for device in group._device_types:
+        return getattr(group._get_backend(device).options, "_timeout", None)
+    return None
+
+
 def _picklable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
@@ -126,4 +142,4 @@ def talking() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise RuntimeError(f"another rank has ended, or does not answer ({reason})") from error
+        raise SomeRankError(f"another rank has ended, or does not answer ({reason})") from error
