@@ -34,7 +34,7 @@ def seeded() -> None:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--programs", type=int, default=200, help="how many random programs to run")
+    parser.addoption("--programs", type=int, default=160, help="how many random programs to run")
     parser.addoption("--program", type=int, help="the seed of the only random program to run")
 
 

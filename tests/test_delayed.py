@@ -200,7 +200,7 @@ def test_wrong_options(options, message):
 
 
 @pytest.mark.parametrize(
-    "saved", [{}, {"steps": 1, "late": [-1]}, {"steps": 1, "late": [2]}, {"steps": None, "late": []}]
+    "saved", [{}, {"steps": 1, "late": [-1]}, {"steps": 1, "late": [0]}, {"steps": None, "late": []}]
 )
 def test_what_is_no_saved_delay(saved):
     opt = zofftk.OffloadAdamW([nn.Parameter(torch.ones(2))], update="delayed")

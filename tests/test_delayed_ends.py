@@ -87,12 +87,10 @@ def test_dropping_it_without_close_says_so_once(mode, end, caplog):
 def test_processes_that_end_while_an_update_is_late():
     """Exit code, and the warning once, unless there is nothing late any more."""
     expected = {
-        "late": (0, WARNING),
         "late, handed over": (0, WARNING),
         "late, exit 3": (3, WARNING),
         "late, exception": (1, WARNING),
         "late, closed": (0, ""),
-        "late, skipped": (0, ""),
         "late, forked child": (0, WARNING),
     }
     command = [sys.executable, "-W", "error", "-m", "tests.programs.endings", *expected]

@@ -157,6 +157,41 @@ def test_a_delayed_state_in_a_synchronous_optimizer_that_is_flushed(order, tmp_p
     pair.close()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_parameter_that_is_frozen_by_now_gets_the_value_that_was_late(order, tmp_path):
+    def freeze(model):
+        model[0].weight.requires_grad_(False)
+        return model
+
+    pair = Pair(mlp, {})
+    train(pair, 2)
+    freeze(pair.twin)
+    saved = zofftk_file(tmp_path, (freeze(pair.model), pair.opt), None, ())
+    pair.opt.close()
+    pair.build = lambda: freeze(mlp())
+    pair.model, pair.opt = pair.offloaded()
+    load_into((pair.model, pair.opt), saved, ORDERS[order])
+    train(pair, 2)
+    pair.assert_same()
+    pair.close()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_state_that_was_deleted_while_its_parameter_was_late(order):
+    """Its master is saved nowhere, so the weight counts."""
+    pair = Pair(mlp, {})
+    train(pair, 3)
+    del pair.opt.state[pair.model[0].weight]
+    saved = copy.deepcopy({"model": pair.model.state_dict(), "optimizer": pair.opt.state_dict()})
+    assert saved["optimizer"]["delayed"]["late"] == [1, 2, 3, 4, 5]
+    model, opt = pair.offloaded()
+    load_into((model, opt), saved, ORDERS[order])
+    opt.flush()
+    assert_same_bits(model[0].weight.detach(), saved["model"]["0.weight"])
+    for each in (opt, pair.opt):
+        each.close()
+
+
 def test_a_delayed_state_goes_on_in_torch_and_comes_back():
     """Torch knows of no late update; what it has gone on with is not undone by ours."""
     pair = Pair(lambda: mlp(torch.float32), {})

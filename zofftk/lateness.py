@@ -61,13 +61,20 @@ def warn_if_kept(policies: list[Policy], pid: int) -> None:
 def state(engine: Engine, params: Sequence[torch.Tensor]) -> dict[str, Any] | None:
     """Steps so far, and the positions of the parameters whose masters are one update ahead; None if never delayed.
 
-    Not of those that were written to since: what was written counts, as after `refresh()`.
+    Not of those that were written to since: what was written counts, as after `refresh()`. Nor of those whose state
+    was deleted: no master of theirs is saved.
     """
     kept = [engine.managed[index] for index in kept_params(engine.policy)]
     if not isinstance(engine.policy, Delayed) and not kept:
         return None
-    late = {id(managed.tensor) for managed in kept if managed.is_loaded or not managed.is_edited}
+    late = {id(one.tensor) for one in kept if one.step and (one.is_loaded or not one.is_edited)}
     return {"steps": engine.policy.steps, "late": [i for i, param in enumerate(params) if id(param) in late]}
+
+
+def trained_or_late(saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without the frozen ones, but for those that were late when `saved` was made: these still get that value."""
+    late = set() if saved is None else saved["late"]
+    return [param for position, param in enumerate(params) if param.requires_grad or position in late]
 
 
 def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Tensor]) -> None:

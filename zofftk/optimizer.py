@@ -374,7 +374,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         engine.finish()
         groups = groups_to_load(self.rule, state_dict["param_groups"], carried.room(engine.config))
         super().load_state_dict({"state": {}, "param_groups": groups})
-        self._manage([param for param in self._all_params() if param.requires_grad])
+        self._manage(lateness.trained_or_late(state_dict.get("delayed"), self._all_params()))
         files = FileMappings()
         for param in self._all_params():
             managed, state = self._managed.get(id(param)), saved.get(id(param))

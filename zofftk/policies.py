@@ -91,10 +91,11 @@ def kept_params(policy: Policy) -> set[int]:
     return {index for update in policy.kept.values() for index in update.present}
 
 
-def check_saved_lateness(saved: Any, num_params: int) -> None:
-    """ValueError where `saved`, of the key `delayed`, is none."""
+def check_saved_lateness(saved: Any, with_state: Sequence[bool]) -> None:
+    """ValueError where `saved`, of the key `delayed`, is none; `with_state` says which parameters have a state."""
     if saved is None:
         return
     steps, late = (saved.get("steps"), saved.get("late")) if isinstance(saved, dict) else (None, None)
-    if not isinstance(steps, int) or not isinstance(late, list) or any(i not in range(num_params) for i in late):
+    known = {number for number, has_one in enumerate(with_state) if has_one}
+    if not isinstance(steps, int) or not isinstance(late, list) or any(i not in known for i in late):
         raise ValueError(f"the saved entry 'delayed' is {saved!r}, expected its steps and late parameters")

@@ -35,7 +35,6 @@ def match_states(
             raise ValueError(f"the saved group {number} has no {missing[0]!r}")
         rule.check_group(group)
     check_scale_state(state_dict.get("loss_scale"))
-    check_saved_lateness(state_dict.get("delayed"), sum(sizes))
     params = [param for group in param_groups for param in group["params"]]
     saved_ids = [number for group in groups for number in group["params"]]
     states: dict[int, dict[str, Any]] = {}
@@ -43,6 +42,7 @@ def match_states(
         if saved := state_dict["state"].get(saved_id):
             check_state(saved, param, names[id(param)], rule)
             states[id(param)] = saved
+    check_saved_lateness(state_dict.get("delayed"), [id(param) in states for param in params])
     return states
 
 

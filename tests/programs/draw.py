@@ -61,6 +61,7 @@ class Program:
 
 
 def draw(seed: int) -> Program:
+    """See `draw_runs` for what is added to it."""
     rng = random.Random(seed)
     blocks = [_block(rng) for _ in range(rng.randint(1, 4))]
     return Program(
@@ -71,7 +72,7 @@ def draw(seed: int) -> Program:
         held_back=[i for i in range(1, len(blocks)) if rng.random() < 0.15],
         groups=[_group(rng) for _ in range(rng.choice([1, 1, 2, 3]))],
         named=rng.random() < 0.5,
-        options=_options(rng),
+        options=draw_options(rng),
         checked=rng.random() < 0.1,
         ops=_ops(rng),
         optimizer=random.Random(f"optimizer of {seed}").choice(["AdamW"] * 4 + [*OPTIMIZERS]),
@@ -97,7 +98,7 @@ def _group(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _options(rng: random.Random) -> dict[str, Any]:
+def draw_options(rng: random.Random) -> dict[str, Any]:
     return {
         "max_grad_norm": rng.choice([None, None, 0.3, 5.0]),
         "wire_dtype": rng.choice([None, None, None, *DTYPES]),
@@ -209,7 +210,7 @@ def _between(rng: random.Random) -> Op:
     if name == "load":
         return Op(name, {"which": rng.randrange(3)})
     if name == "reload":
-        return Op(name, {"options": _options(rng)})
+        return Op(name, {"options": draw_options(rng)})
     if name == "delete_state":
         return Op(name, {**_param(rng), "how": rng.choice(["del", "clear"])})
     if name == "evaluate":

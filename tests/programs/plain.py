@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ class Plain:
         self.model = build_model(program)
         self.params = list(self.model.parameters())
         self.files: list[Any] = []
+        self.run: dict[str, Any] | None = None  # what a kill leaves
         self.kept: set[int] = set()  # ids of parameters whose gradient was put aside
         self.scale = 1024.0
         self.seen: Any = None  # the user's result of the operation
@@ -31,7 +34,8 @@ class Plain:
         self.opt = self.build(groups, program.options)
 
     def build(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> PlainOptimizer:
-        return PlainOptimizer(self.choice.update, groups, options["max_grad_norm"], options["wire_dtype"])
+        delay_after = options["delay_after"] if options.get("update") == "delayed" else None
+        return PlainOptimizer(self.choice.update, groups, options["max_grad_norm"], options["wire_dtype"], delay_after)
 
     def param(self, position: int) -> torch.nn.Parameter:
         return self.params[position % len(self.params)]
@@ -46,6 +50,10 @@ class Plain:
 
     def close(self) -> None:
         self.opt.close()
+
+    def end(self) -> None:
+        with suppress(Refused):
+            self.opt.close()
 
     # -- backward and step -------------------------------------------------------------------------------------
 
@@ -262,8 +270,7 @@ class Plain:
             self.refresh()
 
     def refresh(self) -> None:
-        for row in self.opt.rows.values():
-            row.take_over()
+        self.opt.refresh()
 
     def save(self) -> None:
         self.files.append(self.opt.save())
@@ -280,10 +287,53 @@ class Plain:
 
     def reload(self, options: dict[str, Any]) -> None:
         saved = self.opt.save()
-        self.opt.close()
+        self.end()
         self.kept.clear()
         self.opt = self.build([{"params": group["params"]} for group in self.opt.groups], options)
         self.opt.load(saved)
+
+    def switch_update(self, update: str, delay_after: int) -> None:
+        self.opt.flush()
+        self.opt.delay_after = delay_after if update == "delayed" else None
+
+    def flush(self) -> None:
+        self.opt.flush()
+
+    def save_run(self, how: str, optimizer_first: bool) -> Any:
+        positions = {id(param): position for position, param in enumerate(self.params)}
+        saved = self.opt.save()
+        self.run = {
+            "optimizer": saved,
+            "direct": how == "direct",
+            "model": [param.detach().clone() for param in self.params],
+            "groups": [[positions[id(param)] for param in group["params"]] for group in self.opt.groups],
+            "trainable": [param.requires_grad for param in self.params],
+        }
+        return saved["delayed"]
+
+    def resume(
+        self, options: dict[str, Any], optimizer_first: bool, frozen_as_saved: bool, hand_over: str | None
+    ) -> None:
+        if self.run is None:
+            return
+        self.end()
+        self.kept.clear()
+        self.model = build_model(self.program)
+        self.params = list(self.model.parameters())
+        for param, trainable in zip(self.params, self.run["trainable"], strict=True) if frozen_as_saved else ():
+            param.requires_grad_(trainable)
+        groups, saved = self.run["groups"], self.run["optimizer"]
+        if not self.run["direct"]:
+            saved = copy.deepcopy(saved)
+        self.opt = self.build([{"params": [self.params[i] for i in group]} for group in groups], options)
+        if optimizer_first:
+            self.opt.load(saved)
+        for param, value in zip(self.params, self.run["model"], strict=True):
+            with torch.no_grad():
+                param.copy_(value)
+            self.opt.was_written(param)
+        if not optimizer_first:
+            self.opt.load(saved)
 
     def delete_state(self, param: int, how: str) -> None:
         self.opt.delete_state(self.param(param))

@@ -84,11 +84,18 @@ class Row:
     shown: bool = False  # has an entry in the optimizer's state
     loaded: bool = False  # at the next step, weights count where the loaded master does not round to them
     written: bool = False  # torch has seen a write into the parameter since the last update
+    late: torch.Tensor | None = None  # the value of its last update, which the parameter gets at the next step
     hook: Any = None
 
     def start_anew(self) -> None:
         self.moments.clear()
         self.step = 0
+
+    def send_late(self) -> None:
+        if self.late is not None:
+            with torch.no_grad():
+                self.param.copy_(self.late.view(self.param.shape))
+            self.late, self.written, self.loaded = None, False, False
 
     def take_over(self) -> None:
         """Weights were written: a master whose rounded value still stands keeps its bits."""
@@ -106,6 +113,8 @@ class PlainOptimizer:
     groups: list[dict[str, Any]]
     max_grad_norm: float | None = None
     wire_dtype: torch.dtype | None = None
+    delay_after: int | None = None  # None: never delayed
+    steps: int = 0
     rows: dict[int, Row] = field(default_factory=dict)  # by id of the parameter, in the order they were taken over
     waiting: dict[int, dict[str, Any]] = field(default_factory=dict)  # states loaded for frozen parameters
     written: set[int] = field(default_factory=set)  # ids of those that were written to since
@@ -142,8 +151,21 @@ class PlainOptimizer:
         elif id(param) in self.waiting:
             self.written.add(id(param))
 
-    def close(self) -> None:
+    def refresh(self) -> None:
         for row in self.rows.values():
+            if row.late is None or (row.written and not row.loaded):
+                row.late = None
+                row.take_over()
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for row in self.rows.values():
+            row.late = None
             row.gradient = None
             if row.hook is not None:
                 row.hook.remove()
@@ -211,13 +233,16 @@ class PlainOptimizer:
                 gradients.append((row, row.gradient))
         if not gradients:
             return
+        self._check_writes()
         for row in self.rows.values():
             if row.step and not row.shown:
                 row.start_anew()
-            if row.written or row.loaded:
+            if row.late is None and (row.written or row.loaded):
                 row.take_over()
         norm = self.last_grad_norm = math.sqrt(sum(gradient.square_sum() for _, gradient in gradients))
         self.last_step_skipped = not math.isfinite(norm)
+        self.flush()
+        self.steps += 1
         if self.last_step_skipped:
             self.skipped_steps += 1
             return
@@ -234,8 +259,24 @@ class PlainOptimizer:
         new = torch.empty(row.master.numel(), dtype=row.wire)
         options = {"step": row.step, "grad_scale": gradient.factor * coefficient, "threads": 1}
         self.update(row.master, row.moments, gradient.values, new, group, **options)
-        with torch.no_grad():
-            row.param.copy_(new.view(row.param.shape))
+        row.late = new
+        if self.delay_after is None or self.steps <= self.delay_after:
+            row.send_late()
+
+    def flush(self) -> None:
+        """What is late is late no more."""
+        self._check_writes()
+        for row in self.rows.values():
+            row.send_late()
+
+    def _check_writes(self) -> None:
+        """What was late when it was saved is held against no weights: these are the ones before."""
+        late = [row for row in self.rows.values() if row.late is not None]
+        for row in late:
+            if row.loaded:
+                row.written = row.loaded = False
+        if any(row.written for row in late):
+            raise Refused(RuntimeError, "was written to while a delayed update")
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -249,7 +290,7 @@ class PlainOptimizer:
         """Groups without their parameters, and the state of each parameter that has one, by position."""
         states = {}
         for row in self.rows.values():
-            if row.written and not row.loaded:
+            if row.late is None and row.written and not row.loaded:
                 row.take_over()
         for position, param in enumerate(self.params()):
             row = self.rows.get(id(param))
@@ -258,7 +299,17 @@ class PlainOptimizer:
             elif id(param) in self.waiting:
                 states[position] = self.waiting[id(param)]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
-        return copy.deepcopy({"groups": groups, "sizes": [len(g["params"]) for g in self.groups], "states": states})
+        sizes = [len(group["params"]) for group in self.groups]
+        return copy.deepcopy({"groups": groups, "sizes": sizes, "states": states, "delayed": self._delayed()})
+
+    def _delayed(self) -> dict[str, Any] | None:
+        """Not of parameters that were written to, nor of those whose state was deleted."""
+        rows = {position: self.rows.get(id(param)) for position, param in enumerate(self.params())}
+        late = {position: row for position, row in rows.items() if row is not None and row.late is not None}
+        if self.delay_after is None and not late:
+            return None
+        saved = [position for position, row in late.items() if row.shown and (row.loaded or not row.written)]
+        return {"steps": self.steps, "late": saved}
 
     def load(self, saved: dict[str, Any]) -> None:
         if saved["sizes"] != [len(group["params"]) for group in self.groups]:
@@ -266,7 +317,10 @@ class PlainOptimizer:
         for group, hyper in zip(self.groups, copy.deepcopy(saved["groups"]), strict=True):
             group.update(hyper)
         self.waiting, self.written = {}, set()
-        self.manage([param for param in self.params() if param.requires_grad])
+        late = [self.params()[position] for position in saved["delayed"]["late"]] if saved["delayed"] else []
+        self.manage([param for param in self.params() if param.requires_grad or any(param is one for one in late)])
+        for row in self.rows.values():
+            row.late = None
         for position, param in enumerate(self.params()):
             state = saved["states"].get(position)
             row = self.rows.get(id(param))
@@ -278,6 +332,11 @@ class PlainOptimizer:
                 row.shown = row.written = row.loaded = False
             elif row is not None:
                 self._load(row, state)
+        updates = max((row.step for row in self.rows.values()), default=0)
+        self.steps = saved["delayed"]["steps"] if saved["delayed"] else updates
+        for param in late:
+            row = self.rows[id(param)]
+            row.late = row.master.to(row.wire)
 
     def _load(self, row: Row, state: dict[str, Any]) -> None:
         row.master.copy_(state["master"])

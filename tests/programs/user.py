@@ -14,6 +14,7 @@ import zofftk
 from tests.programs.draw import Program
 from tests.programs.models import losses_of
 from tests.programs.optimizers import OPTIMIZERS, edit
+from tests.programs.run_file import RunFile
 from tests.programs.shared import (
     build_model,
     clip,
@@ -34,17 +35,21 @@ class User:
 
     def __init__(self, program: Program) -> None:
         self.program, self.choice = program, OPTIMIZERS[program.optimizer]
-        self.model = build_model(program)
-        self.params = list(self.model.parameters())
-        self.names = {id(param): name for name, param in self.model.named_parameters()}
         self.handle: zofftk.ForwardOverlap | None = None
         self.schedule_of: Any = None
         self.files: list[Any] = []
+        self.run: RunFile | None = None  # what a kill leaves
         self.aside: dict[int, Any] = {}  # gradients, by id of the parameter
         self.scale = 1024.0
         self.devices = 0
         self.opt: OffloadOptimizer
+        self.take_model()
         self.build(initial_groups(program, self.model), program.options)
+
+    def take_model(self) -> None:
+        self.model = build_model(self.program)
+        self.params = list(self.model.parameters())
+        self.names = {id(param): name for name, param in self.model.named_parameters()}
 
     def build(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
         if not self.program.named:
@@ -62,6 +67,14 @@ class User:
         if self.handle is not None:
             self.handle.remove()
         self.opt.close()
+
+    def end(self) -> None:
+        """Go on without the optimizer, also where it says that what was written stands."""
+        try:
+            self.opt.close()
+        except RuntimeError as error:
+            if "was written to while a delayed update" not in str(error):
+                raise
 
     # -- backward and step -------------------------------------------------------------------------------------
 
@@ -242,10 +255,46 @@ class User:
         groups = [
             {"params": [(self.names[id(param)], param) for param in group["params"]]} for group in self.opt.param_groups
         ]
-        self.opt.close()
+        self.end()
         self.build(groups, options)
         self.opt.load_state_dict(saved)
         if handed_over:
+            self.hand_over()
+
+    def switch_update(self, update: str, delay_after: int) -> None:
+        self.opt.switch_update(update, delay_after)
+
+    def flush(self) -> None:
+        self.opt.flush()
+
+    def save_run(self, how: str, optimizer_first: bool) -> Any:
+        parts = {"model": self.model.state_dict, "optimizer": self.opt.state_dict}
+        content: dict[str, Any] = {name: parts[name]() for name in sorted(parts, reverse=optimizer_first)}
+        content["groups"] = [[self.names[id(param)] for param in group["params"]] for group in self.opt.param_groups]
+        content["frozen"] = [self.names[id(param)] for param in self.params if not param.requires_grad]
+        self.run = RunFile(how, content)
+        return content["optimizer"].get("delayed")
+
+    def resume(
+        self, options: dict[str, Any], optimizer_first: bool, frozen_as_saved: bool, hand_over: str | None
+    ) -> None:
+        """The run was killed: what was saved of it goes into a new model and a new optimizer."""
+        if self.run is None:
+            return
+        self.end()  # for its threads; nobody will see what it does to the old model
+        self.handle = None
+        self.aside.clear()
+        self.take_model()
+        content, named = self.run.load(), dict(self.model.named_parameters())
+        for name, param in named.items() if frozen_as_saved else ():
+            param.requires_grad_(name not in content["frozen"])
+        self.build([{"params": [(name, named[name]) for name in names]} for names in content["groups"]], options)
+        if hand_over == "before":
+            self.hand_over()
+        parts = {"model": self.model.load_state_dict, "optimizer": self.opt.load_state_dict}
+        for name in sorted(parts, reverse=optimizer_first):
+            parts[name](content[name])
+        if hand_over == "after":
             self.hand_over()
 
     def delete_state(self, param: int, how: str) -> None:
