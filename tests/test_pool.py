@@ -161,7 +161,7 @@ p, optimizer = make()
 
 def test_workers_run_on_the_cores_they_are_given():
     """From the next call on, in those made after a release, and in a fork; and the caller stays where it is."""
-    code = STEP + ON_CORES + textwrap.dedent("""
+    code = textwrap.dedent("""
         unbound = lists_of_new_threads()
         _cpu_adam.set_worker_cores([max(mask)])
         assert lists_of_new_threads() == one
@@ -182,7 +182,7 @@ def test_workers_run_on_the_cores_they_are_given():
         assert lists_of_new_threads() == unbound
         print(p.min().item() == p.max().item())
     """)
-    assert child(code).split() == ["True"]
+    assert child(STEP + ON_CORES + code).split() == ["True"]
 
 
 @pytest.mark.parametrize("cores", [None, "0", [1.5], [1 << 40]])
