@@ -136,10 +136,10 @@ def _compare_and_align(follower: Follower, plain: Plain, op: Op, before: list[to
     for position, (param, other) in enumerate(zip(follower.params, plain.params, strict=True)):
         what = f"parameter {position} {when}"
         by_sgd = isinstance(follower.opt, torch.optim.SGD)
-        _align(param.detach(), other.detach(), 1e-5 * (before[position] if by_sgd else lr), what)
         row, state = plain.opt.rows.get(id(other)), follower.opt.state.get(param)
+        decay = 0.3 * before[position]  # the largest that is drawn, which Adam and SGD add to the gradient
+        _align(param.detach(), other.detach(), 1e-5 * (before[position] if by_sgd else _adams(lr, row, decay)), what)
         if row is not None and row.shown:
-            decay = 0.3 * other.detach().abs()  # the largest that is drawn, which Adam and SGD add to the gradient
             _compare_and_align_states(state, row, before[position], decay, what)
         elif not by_sgd:  # which leaves an entry for momentum where it uses none
             assert bool(state) == (id(other) in plain.opt.waiting), what
@@ -154,6 +154,13 @@ def _compare_and_align(follower: Follower, plain: Plain, op: Op, before: list[to
         if param.grad is not None:
             noise = 1e-6 if op.name == "add_grad" else 0.0  # what it adds is near 1, and may cancel out
             _align(param.grad, gradient, noise, f"gradient of {what}")
+
+
+def _adams(lr: float, row: Row | None, decay: torch.Tensor) -> torch.Tensor | float:
+    """How far an update goes, and how much more where what it divides by is what a sum that cancels out has left."""
+    if row is None or "exp_avg_sq" not in row.moments:
+        return lr
+    return lr * (1.0 + 10 * decay / (row.moments["exp_avg_sq"].sqrt().view(decay.shape) + 1e-8))
 
 
 def _compare_and_align_states(state: Any, row: Row, before: torch.Tensor, decay: torch.Tensor, what: str) -> None:
