@@ -34,6 +34,8 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
     outstanding = taker.outstanding
     in_flight = taker.way_up.in_flight
     is_large = param.numel() * param.dtype.itemsize >= LARGE_BYTES
+    # An exchange inside backward is for the backward that has brought the gradient, and not for one after it.
+    at_once = is_large or taker.inside.needs_each
 
     def hook(param: torch.Tensor) -> None:
         grad = param.grad
@@ -45,7 +47,7 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
             check_gradient(grad, taker.name(index))
         inbox.append((index, grad))
         # At once also where it replaces one that was gathered, and where new values are still to land.
-        if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:
+        if at_once or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:
             taker.deliver()
         outstanding[index] = 1
         try:

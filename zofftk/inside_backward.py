@@ -108,8 +108,7 @@ class InsideBackward(AtStep):
             # No forward waits for these values: they are there when backward returns, whether a step follows or not.
             torch.autograd.Variable._execution_engine.queue_callback(self.land_all)
         self._exchanged = True
-        self.way_up.updated[bucket] = kept.pop(bucket)
-        self.way_up.send()
+        self.way_up.add([kept.pop(bucket)])
 
     def end_step(self, live: Sequence[Managed]) -> None:
         for managed in live:

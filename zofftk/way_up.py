@@ -42,9 +42,16 @@ class WayUp:
     def has_room(self) -> bool:
         return self._ring.free > self._kept_free
 
+    def add(self, updates: Sequence[Update]) -> None:
+        """These are to be sent, after those that wait already."""
+        with self._lock, interrupts_deferred():
+            for update in updates:
+                self.updated[update.bucket] = update
+            self.send()
+
     def send(self) -> None:
         """Start the next buckets, as many as there are free slots."""
-        with interrupts_deferred():
+        with self._lock, interrupts_deferred():  # another thread may read a parameter meanwhile
             while self.updated and self.has_room:
                 bucket, update = next(iter(self.updated.items()))
                 self._device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
