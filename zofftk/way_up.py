@@ -64,14 +64,15 @@ class WayUp:
 
     def watch(self, managed: Managed) -> None:
         """Whoever reads this parameter lands it first; one that can be read unseen lands now."""
-        if not self.is_under_way(managed):
-            return
-        # Autograd must not go on with a graph from before the step: it looks at the version alone.
-        torch.autograd.graph.increment_version(managed.tensor)
-        managed.note()
-        land = partial(self.land, managed)
-        if _has_aliases(managed.tensor) or not pending.mark(managed.tensor, land):
-            land()
+        with self._lock:  # another thread may land it meanwhile, which only one that is watched is told
+            if not self.is_under_way(managed):
+                return
+            # Autograd must not go on with a graph from before the step: it looks at the version alone.
+            torch.autograd.graph.increment_version(managed.tensor)
+            managed.note()
+            land = partial(self.land, managed)
+            if _has_aliases(managed.tensor) or not pending.mark(managed.tensor, land):
+                land()
 
     def is_under_way(self, managed: Managed) -> bool:
         return any(bucket in self.in_flight or bucket in self.updated for bucket in managed.buckets)
