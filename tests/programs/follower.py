@@ -137,7 +137,8 @@ def _compare_and_align(follower: Follower, plain: Plain, op: Op, before: list[to
         what = f"parameter {position} {when}"
         by_sgd = isinstance(follower.opt, torch.optim.SGD)
         row, state = plain.opt.rows.get(id(other)), follower.opt.state.get(param)
-        decay = 0.3 * before[position]  # the largest that is drawn, which Adam and SGD add to the gradient
+        # The largest decay that is drawn, which Adam adds to the gradient; AdamW does not.
+        decay = before[position] * (0.3 if plain.program.optimizer == "Adam" else 0.0)
         _align(param.detach(), other.detach(), 1e-5 * (before[position] if by_sgd else _adams(lr, row, decay)), what)
         if row is not None and row.shown:
             _compare_and_align_states(state, row, before[position], decay, what)
