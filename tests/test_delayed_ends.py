@@ -284,3 +284,18 @@ def test_loading_and_flushing_again_and_again(mode):
             pair.opt.synchronize()
             pair.assert_same_params()
     pair.close()
+
+
+@each_mode
+def test_a_state_that_is_deleted_while_its_update_runs_starts_anew(mode):
+    device = EmulatedDevice(delays=3, max_delay_ms=2.0, poison=True)
+    pair = Pair(lambda: nn.Linear(70, 70, bias=False), mode, device=device)
+    for step in range(4):
+        pair.opt.state.clear()  # waits for nothing
+        (pair.model(torch.ones(1, 70)).sum() * (1 + step)).backward()
+        pair.opt.step()
+        pair.opt.zero_grad()
+    state = pair.opt.state[pair.model.weight]
+    assert state["step"] == 1
+    torch.testing.assert_close(state["exp_avg"], torch.full((70, 70), 0.4))
+    pair.opt.close()

@@ -15,7 +15,7 @@ from tests.delayed_rule import loss_of as loss
 from tests.small_gpt import build, loss_of
 from zofftk.device.emulated import EmulatedDevice
 
-pytestmark = [pytest.mark.usefixtures("no_threads_left"), pytest.mark.usefixtures("at_once")]
+pytestmark = pytest.mark.usefixtures("no_threads_left")
 FALLS_BACK = "delayed values are exchanged at step(), not inside backward"
 
 
@@ -63,13 +63,14 @@ class Pair(delayed_rule.Pair):
 
 @pytest.mark.parametrize("hand_over", [False, True])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_same_bits_as_at_the_step(slots, hand_over):
+def test_same_bits_as_at_the_step(slots, hand_over, caplog):
     pair = Pair(mlp, loss, staging_slots=slots, max_grad_norm=0.05)
     if hand_over:
         zofftk.offload(pair.model, pair.opt)
     pair.train(6)
     # The first step has nothing late to bring; with one slot, gradients need it.
     assert pair.device.inside == (0 if slots == 1 else 5 * pair.num_buckets)
+    assert caplog.text.count(f"{FALLS_BACK} as backwards_per_step=1 allows, with a single") == (1 if slots == 1 else 0)
     pair.finish()
 
 

@@ -233,6 +233,41 @@ def test_readers_in_many_threads_at_once():
     assert not faults
 
 
+@pytest.mark.parametrize("update", ["synchronous", "delayed"])
+def test_another_thread_evaluates_while_this_one_trains(update):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(70, 70) for _ in range(4)))
+    opt = zofftk.OffloadAdamW(model.parameters(), bucket_bytes=1, update=update, delay_after=1)
+    zofftk.offload(model, opt)
+    x, stop, faults = torch.ones(2, 70), threading.Event(), []
+
+    def evaluate():
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    model(x)
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=evaluate) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    opt.close()
+    assert not faults
+
+
 def test_wrong_models():
     model, opt = stepped()
     with pytest.raises(ValueError, match="holds none of the model's parameters"):

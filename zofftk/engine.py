@@ -320,9 +320,7 @@ class Engine:
     def exchange(self, updates: Sequence[Update], *, early: bool = False) -> None:
         """Send the values of these updates to their parameters."""
         self.inside.land_all()
-        for updated in updates:
-            self.way_up.updated[updated.bucket] = updated
-        self.way_up.send()
+        self.way_up.add(updates)
         if not early:
             self.way_up.land_all()
             return

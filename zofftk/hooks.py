@@ -36,6 +36,8 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
     in_flight = taker.way_up.in_flight
     has_slice = is_sliced(param)
     is_large = local_of(param).numel() * param.dtype.itemsize >= LARGE_BYTES
+    # An exchange inside backward is for the backward that has brought the gradient, and not for one after it.
+    at_once = is_large or taker.inside.needs_each
 
     def hook(param: torch.Tensor) -> None:
         grad = param.grad
@@ -49,7 +51,7 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
             grad = taker.managed[index].to_slice(grad)
         inbox.append((index, grad))
         # At once also where it replaces one that was gathered, and where new values are still to land.
-        if is_large or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:
+        if at_once or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:
             taker.deliver()
         outstanding[index] = 1
         try:

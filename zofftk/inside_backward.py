@@ -33,6 +33,7 @@ class AtStep:
     """Nobody has announced anything: nothing is exchanged inside backward."""
 
     is_exchanging = False
+    needs_each = False  # gradient as it comes, not several in one go
 
     def enter(self, coming: Collection[int]) -> None:
         """Gradients are about to be taken, those of `coming` afresh."""
@@ -55,6 +56,8 @@ class AtStep:
 
 class InsideBackward(AtStep):
     """See the module. `policies` is the engine's list, whose last one is in use."""
+
+    needs_each = True
 
     def __init__(self, device: Device, ring: StagingRing, managed: Sequence[Managed], policies: list[Policy]) -> None:
         self.way_up = WayUp(device, OneRank(device), ring, managed, kept_free=1)  # gradients always find a slot
@@ -103,20 +106,22 @@ class InsideBackward(AtStep):
             return
         if not self.way_up.has_room:
             if not self.way_up.in_flight:
-                return  # a single slot, which gradients need
+                self._tell("with a single staging slot, which gradients need")
+                return
             self.way_up.land_next()
         if not self._exchanged:
             # No forward waits for these values: they are there when backward returns, whether a step follows or not.
             torch.autograd.Variable._execution_engine.queue_callback(self.land_all)
         self._exchanged = True
-        self.way_up.updated[bucket] = kept.pop(bucket)
-        self.way_up.send()
+        self.way_up.add([kept.pop(bucket)])
 
     def end_step(self, live: Sequence[Managed]) -> None:
         for managed in live:
-            comes_once = len(self._tasks) <= 1 and not managed.comes_again  # 0: a few small ones, taken at the step
+            comes_once = len(self._tasks) <= 1 and not managed.comes_again  # 0: put into `p.grad` by hand
             if not comes_once and managed.comes_once is not False:
-                self._tell(managed)
+                self._tell(
+                    f"wherever gradients come in more than one backward or part of one: {managed.name} is the first"
+                )
             managed.comes_once = comes_once and managed.comes_once is not False
         self.restart()
 
@@ -126,11 +131,9 @@ class InsideBackward(AtStep):
         self._tasks.clear()
         self._exchanged = False
 
-    def _tell(self, managed: Managed) -> None:
+    def _tell(self, where: str) -> None:
         if not self._has_told:
             self._has_told = True
             logger.warning(
-                "delayed values are exchanged at step(), not inside backward as backwards_per_step=1 allows, wherever "
-                "gradients come in more than one backward or part of one: %s is the first",
-                managed.name,
+                "delayed values are exchanged at step(), not inside backward as backwards_per_step=1 allows, %s", where
             )

@@ -70,6 +70,8 @@ def load(
     given = {} if saved is None else {name: saved[name] for name in saved if saved[name] is not None}
     managed.filled = {name for name in rule.states if name in given}
     managed.segment.have(engine.device, managed.filled)
+    written = [each for bucket in managed.buckets for each in (bucket.master, *bucket.moments.values())]
+    engine.device.touch(f"load the state of {managed.name}", writes=written)
     for name in managed.segment.arenas:
         view = shown_state(managed, name)
         if name in given:
@@ -109,6 +111,8 @@ def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) 
         check_edits(late)
     for managed in edited:
         managed.check(managed.tensor)
+    if edited_here:
+        engine.finish()  # the update of the step before may still be running
     for managed, state in edited_here:
         load(engine, rule, managed, state)
     loaded = [managed for managed, state in edited_here if state is not None and at_step]

@@ -46,9 +46,16 @@ class WayUp:
     def has_room(self) -> bool:
         return self._ring.free > self._kept_free
 
+    def add(self, updates: Sequence[Update]) -> None:
+        """These are to be sent, after those that wait already."""
+        with self._lock, interrupts_deferred():
+            for update in updates:
+                self.updated[update.bucket] = update
+            self.send()
+
     def send(self) -> None:
         """Start the next buckets, as many as there are free slots."""
-        with interrupts_deferred():
+        with self._lock, interrupts_deferred():  # another thread may read a parameter meanwhile
             while self.updated and self.has_room:
                 bucket, update = next(iter(self.updated.items()))
                 slot = self._ring.acquire(UP)
@@ -59,14 +66,15 @@ class WayUp:
 
     def watch(self, managed: Managed) -> None:
         """Whoever reads this parameter lands it first; one that can be read unseen lands now."""
-        if not self.is_under_way(managed):
-            return
-        # Autograd must not go on with a graph from before the step: it looks at the version alone.
-        torch.autograd.graph.increment_version(managed.tensor)
-        managed.note()
-        land = partial(self.land, managed)
-        if _has_aliases(managed.local) or managed.local is not managed.tensor or not pending.mark(managed.tensor, land):
-            land()
+        with self._lock:  # another thread may land it meanwhile, which only one that is watched is told
+            if not self.is_under_way(managed):
+                return
+            # Autograd must not go on with a graph from before the step: it looks at the version alone.
+            torch.autograd.graph.increment_version(managed.tensor)
+            managed.note()
+            land, is_whole = partial(self.land, managed), managed.local is managed.tensor
+            if _has_aliases(managed.local) or not is_whole or not pending.mark(managed.tensor, land):
+                land()
 
     def is_under_way(self, managed: Managed) -> bool:
         return any(bucket in self.in_flight or bucket in self.updated for bucket in managed.buckets)

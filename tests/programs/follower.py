@@ -137,13 +137,9 @@ def _compare_and_align(follower: Follower, plain: Plain, op: Op, before: list[to
         what = f"parameter {position} {when}"
         by_sgd = isinstance(follower.opt, torch.optim.SGD)
         row, state = plain.opt.rows.get(id(other)), follower.opt.state.get(param)
-        decay = 0.3 * other.detach().abs()  # the largest that is drawn, which Adam and SGD add to the gradient
-        noise = 1e-5 * (
-            before[position]
-            if by_sgd
-            else lr * (_noise_of_adam(row, decay) if follower.program.optimizer == "Adam" else 1.0)
-        )
-        _align(param.detach(), other.detach(), noise, what)
+        # The largest decay that is drawn, which Adam adds to the gradient; AdamW does not.
+        decay = before[position] * (0.3 if plain.program.optimizer == "Adam" else 0.0)
+        _align(param.detach(), other.detach(), 1e-5 * (before[position] if by_sgd else _adams(lr, row, decay)), what)
         if row is not None and row.shown:
             _compare_and_align_states(state, row, before[position], decay, what)
         elif not by_sgd:  # which leaves an entry for momentum where it uses none
@@ -161,11 +157,11 @@ def _compare_and_align(follower: Follower, plain: Plain, op: Op, before: list[to
             _align(param.grad, gradient, noise, f"gradient of {what}")
 
 
-def _noise_of_adam(row: Row | None, decay: torch.Tensor) -> torch.Tensor | float:
-    """Of a move by lr: where decay and gradient cancel out, the quotient of the moments is that of what is left."""
+def _adams(lr: float, row: Row | None, decay: torch.Tensor) -> torch.Tensor | float:
+    """How far an update goes, and how much more where what it divides by is what a sum that cancels out has left."""
     if row is None or "exp_avg_sq" not in row.moments:
-        return 1.0
-    return 1.0 + decay / (row.moments["exp_avg_sq"].view(row.param.shape).sqrt() + TINY)
+        return lr
+    return lr * (1.0 + 10 * decay / (row.moments["exp_avg_sq"].sqrt().view(decay.shape) + 1e-8))
 
 
 def _compare_and_align_states(state: Any, row: Row, before: torch.Tensor, decay: torch.Tensor, what: str) -> None:

@@ -94,8 +94,8 @@ def digest(value: Any) -> str:
 
     def add(value: Any) -> None:
         if isinstance(value, dict):
-            for key, item in value.items():
-                add([key, item])
+            for key in sorted(value, key=repr):
+                add([key, value[key]])
         elif isinstance(value, list | tuple):
             sha.update(f"{len(value)} of:".encode())
             for item in value:
