@@ -43,8 +43,9 @@ def _rank(rank: int, size: int, task: Task, meeting: str) -> dict[str, Any]:
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
     if is_gpu:
         torch.cuda.set_device(device)
+    store = dist.FileStore(meeting, size)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
-        task.backend, store=dist.distributed_c10d.FileStore(meeting, size), rank=rank, world_size=size
+        task.backend, store=store, rank=rank, world_size=size
     )
     try:
         return measure(rank, task, device)
