@@ -44,9 +44,7 @@ def _rank(rank: int, size: int, task: Task, meeting: str) -> dict[str, Any]:
     if is_gpu:
         torch.cuda.set_device(device)
     store = dist.FileStore(meeting, size)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(
-        task.backend, store=store, rank=rank, world_size=size
-    )
+    dist.init_process_group(task.backend, store=store, rank=rank, world_size=size)
     try:
         return measure(rank, task, device)
     finally:
