@@ -37,7 +37,8 @@ class OffloadConfig:
         delay_after: steps that are synchronous before the delay begins, counted from the first of a run, also where
             it was saved and resumed.
         backwards_per_step: announces how many backwards bring the gradients of a step. With 1, delayed values are
-            exchanged behind the gradients inside backward, wherever that is right; a second backward is an error.
+            exchanged behind the gradients inside backward, wherever that is right; a second backward after such an
+            exchange and before the step is an error.
         threads: threads of the update; None: as many as the process may use.
         pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.
         device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
