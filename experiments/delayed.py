@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 import zofftk
-from experiments.paced_model import LAYER_NUMEL, LAYERS, Side
+from experiments.paced_model import LAYER_NUMEL, LAYERS, Side, time_in_turns
 from experiments.record import keep
 from experiments.timed_device import TimedDevice
 from experiments.verdict import verdict
@@ -27,15 +27,7 @@ def run(options: argparse.Namespace) -> int:
     unit_s = options.unit_ms / 1e3
     with ExitStack() as stack:
         sides = open_sides(unit_s, stack)
-        samples: dict[str, list[float]] = {name: [] for name in sides}
-        for repeat in range(options.repeats + 1):
-            for name, side in sides.items():
-                # What a step leaves to the next shows there: three in a row, the first of which finds the host idle.
-                side.step()
-                side.step()
-                seconds = side.step()
-                if repeat:
-                    samples[name].append(seconds)
+        samples = time_in_turns(sides, options.repeats, steps=3)  # the first finds the host idle
     results = compare(samples, unit_s)
     for name, value in results.items():
         print(f"{name:45}{value:9.3f}")

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from torch import nn
 
 import zofftk
-from experiments.paced_model import LAYER_NUMEL, LAYERS, Side
+from experiments.paced_model import LAYER_NUMEL, LAYERS, Side, time_in_turns
 from experiments.record import keep
 from experiments.timed_device import TimedDevice
 from experiments.verdict import verdict
@@ -26,14 +26,7 @@ def run(options: argparse.Namespace) -> int:
     unit_s = options.unit_ms / 1e3
     with ExitStack() as stack:
         sides = open_sides(unit_s, stack)
-        samples: dict[str, list[float]] = {name: [] for name in sides}
-        for repeat in range(options.repeats + 1):
-            for name, side in sides.items():
-                # With the model handed over, what a step leaves behind shows in the next forward: two steps in a row.
-                side.step()
-                seconds = side.step()
-                if repeat:
-                    samples[name].append(seconds)
+        samples = time_in_turns(sides, options.repeats, steps=2)  # handed over, the next forward shows what is left
     results = compare(samples, unit_s)
     for name, value in results.items():
         print(f"{name:40}{value:9.3f}")

@@ -39,6 +39,20 @@ class Side:
         return time.perf_counter() - began
 
 
+def time_in_turns(sides: dict[str, Side], repeats: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of the last of `steps` steps in a row of each side, in turns; what a step leaves to the next shows there.
+
+    The first turn does not count.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(repeats + 1):
+        for name, side in sides.items():
+            seconds = [side.step() for _ in range(steps)][-1]
+            if turn:
+                samples[name].append(seconds)
+    return samples
+
+
 class PacedLayer(nn.Module):
     """A layer whose forward and backward take as long as they are told, and whose gradient has real elements."""
 

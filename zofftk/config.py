@@ -40,7 +40,8 @@ class OffloadConfig:
         delay_after: steps that are synchronous before the delay begins, counted from the first of a run, also where
             it was saved and resumed.
         backwards_per_step: announces how many backwards bring the gradients of a step. With 1, delayed values are
-            exchanged behind the gradients inside backward, wherever that is right; a second backward is an error.
+            exchanged behind the gradients inside backward, wherever that is right; a second backward after such an
+            exchange and before the step is an error.
         process_group: the ranks that train this model on different data and share its states (a
             `torch.distributed` process group); None: all ranks, where `torch.distributed` is initialised. Where
             parameters are DTensors (`parallelize_module`, on a mesh of one dimension): those with the same slices,

@@ -34,9 +34,8 @@ class HostBucket:
     arrived: Event | None = None  # the last gradient is on the host
     counted: Event | None = None  # its statistics have been taken there
     spare: Buffer | None = None  # a second wire, where values wait while gradients arrive in the first
-    sent: dict[Buffer, Event] = field(
-        default_factory=dict
-    )  # by wire: its last values have left, no gradient came since
+    # By wire: its last values have left, and no gradient has come since.
+    sent: dict[Buffer, Event] = field(default_factory=dict)
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients that have not been packed yet
     on_wire: set[int] = field(default_factory=set)  # parameters whose gradient is in `wire` ...
     summed: set[int] = field(default_factory=set)  # ... or in `total`
