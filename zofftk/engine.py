@@ -356,11 +356,11 @@ class Engine:
             return None
         if (sent := bucket.sent.get(bucket.wire)) is not None:
             self.device.wait(HOST, sent, f"sent: {bucket.label} must have left before it is overwritten")
-        steps = {index: self.managed[index].step for index in present}
-        task = update.apply(bucket, present, hypers, steps, coefficient, threads)
+        task = update.apply(bucket, present, hypers, {i: self.managed[i].step for i in present}, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, *bucket.moments.values(), bucket.wire]
-        self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes)
+        numel = sum(piece.numel for piece in bucket.pieces_of(present))
+        self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes, updates=numel)
         bucket.forget(present)
         return Update(bucket, present, bucket.wire, self.device.record(HOST))
 

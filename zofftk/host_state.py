@@ -157,8 +157,13 @@ class HostSegment:
         parts = []
         for part in self._parts.get(param, ()):
             flat = self.arenas[state][part.place : part.place + part.numel]
-            parts.append((part.start, torch.from_numpy(flat.numpy()) if type(flat) is torch.Tensor else flat))
+            parts.append((part.start, torch.from_numpy(flat.numpy()) if _has_data(flat) else flat))
         return parts
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    """In a dry run the host's memory is on the meta device, or fake."""
+    return type(tensor) is torch.Tensor and not tensor.is_meta
 
 
 @dataclass
