@@ -36,7 +36,8 @@ class VirtualDevice(Device):
         keep_spans: keep a span of every operation, in virtual time, for `trace.write`.
         answer: what every element of a value is that the engine looks at, such as a norm.
 
-    `allocated_bytes` counts what buffers take by place; `locked_bytes` is the page-locked part of the host's.
+    `allocated_bytes` counts what buffers take by place; `locked_bytes` is the page-locked part of the host's;
+    `bytes_between` is what this rank has sent to others; `busy_ns` is how long each stream has worked.
     """
 
     def __init__(self, durations: DurationsOf, *, keep_spans: bool = False, answer: float = 1.0) -> None:
@@ -48,6 +49,7 @@ class VirtualDevice(Device):
         self._model: _ModelSpan | None = None
         self.allocated_bytes: Counter[Place] = Counter()
         self.locked_bytes = 0
+        self.bytes_between = 0
         self.busy_ns: Counter[str] = Counter()
 
     # -- time --------------------------------------------------------------------------------------------------
@@ -131,7 +133,9 @@ class VirtualDevice(Device):
     def _sized_collective(self, label: str, operation: Callable[[], None], dst: Buffer, src: Buffer) -> None:
         whole, part = sorted((dst, src), key=lambda buffer: buffer.tensor.numel(), reverse=True)
         parts = whole.tensor.numel() // max(1, part.tensor.numel())
-        self._run(COMM, label, self._durations.collective_ns(whole.nbytes, parts), whole.nbytes)
+        sent = whole.nbytes * (parts - 1) // parts
+        self.bytes_between += sent
+        self._run(COMM, label, self._durations.collective_ns(whole.nbytes, parts), sent)
 
     def _sized_host_task(self, label: str, task: Callable[[], None], work: Work) -> None:
         self._run(HOST, label, self._durations.host_ns(work))

@@ -1,0 +1,178 @@
+"""A training step on a machine that nobody has at hand: its time, its memory and its traffic, by running it dry.
+
+The engine, its policies and its optimizer are the real ones, on a virtual device; the model's operations run on fake
+tensors, each for as long as the profile says. Layers that repeat are run a few times, and their events continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zofftk.offload_adam import OffloadAdamW
+from zofftk.optimizer import OffloadOptimizer
+from zofftk.profile import Profile
+from zofftk.trace import Trace
+from zofftk.virtual.counts import Counts
+from zofftk.virtual.durations import Durations
+from zofftk.virtual.group import VirtualGroup
+from zofftk.virtual.program import Loss
+from zofftk.virtual.rehearsal import Rehearsal
+
+GIB = 1 << 30
+MOST_STEPS = 12  # until a step takes as long as the one before
+ALIKE_FROM = 3  # backwards of a step after which one more takes as long as the last
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """What is on one device when most is, in bytes."""
+
+    parameters: int  # and the model's buffers
+    activations: int
+    gradients: int
+    engine: int  # staging slots, and what ranks tell each other
+    reserved: int  # by the profile: no tensor can have it
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.activations + self.gradients + self.engine + self.reserved
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One step of one rank, after those before it have set the pace."""
+
+    profile: Profile
+    ranks: int
+    num_params: int
+    step: Counts
+    device: DeviceBytes
+    host_bytes: int  # of this rank
+    locked_bytes: int  # page-locked, of these
+    is_stretched: bool  # few layers were run, and continued
+    trace: Trace
+
+    @property
+    def step_ms(self) -> float:
+        return self.step.ns / 1e6
+
+    @property
+    def tflops(self) -> float:
+        """1e12 floating-point operations a second, recomputed ones included, of one device."""
+        return self.step.flops / self.step.ns / 1e3
+
+    @property
+    def fits_device(self) -> bool:
+        return self.device.total <= self.profile.gpu.memory_gib * GIB
+
+    @property
+    def fits_host(self) -> bool:
+        """Together with the other ranks of its host."""
+        ranks_here = Durations(self.profile, self.ranks).ranks_here
+        return self.host_bytes * ranks_here <= self.profile.host.memory_gib * GIB
+
+
+def dry_run(
+    build: Callable[[], nn.Module],
+    loss: Loss,
+    profile: Profile,
+    *,
+    optimizer: type[OffloadOptimizer] = OffloadAdamW,
+    dtype: torch.dtype | None = torch.bfloat16,
+    ranks: int = 1,
+    backwards: int = 1,
+    overlap: bool = False,
+    in_full: bool = False,
+    keep_spans: bool = False,
+    **options: Any,
+) -> DryRun:
+    """Train a model of any size for a few steps on the machine of `profile`, without data.
+
+    Args:
+        build: makes the model; it is called under `torch.device("meta")`.
+        loss: makes a batch, calls the model it is given, and returns the loss; it runs under fake tensors.
+        profile: the machine, see `load_profile`.
+        optimizer: the optimizer's class.
+        dtype: of the floating-point parameters and buffers; None: as they are built.
+        ranks: devices that train on different data and share the states (ZeRO-2).
+        backwards: micro-batches a step.
+        overlap: hand the model over to `zofftk.offload`, so that the update hides behind the next forward.
+        in_full: run every layer, also where they repeat.
+        keep_spans: keep a span of every operation, in virtual time, in the result's `trace`.
+        **options: of the optimizer. With `update="delayed"`, `delay_after` is 1 unless given: the step that is looked
+            at is one of those that come late.
+
+    Raises:
+        ValueError: a number below 1; an option, or a model, that the optimizer does not take.
+    """
+    for name, value in (("ranks", ranks), ("backwards", backwards)):
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
+    if options.get("update") == "delayed":
+        options.setdefault("delay_after", 1)
+    rehearsal = Rehearsal(build, loss, Durations(profile, ranks), dtype=dtype, in_full=in_full, keep_spans=keep_spans)
+    if ranks > 1:
+        options["process_group"] = VirtualGroup(rehearsal.device, ranks)
+    opened = optimizer(list(rehearsal.program.params.items()), device=rehearsal.device, **options)
+    try:
+        if overlap:
+            rehearsal.program.overlap(opened)
+        step = _steady_step(rehearsal, opened, backwards, least=_warm_up(opened, overlap))
+    finally:
+        opened.close()
+    return _result(rehearsal, step)
+
+
+def _warm_up(optimizer: OffloadOptimizer, overlap: bool) -> int:
+    """Steps that are unlike those after them: synchronous ones, the first late one, and one that nothing precedes."""
+    config = optimizer._require_engine().config
+    return (config.delay_after + 1 if config.update == "delayed" else 0) + overlap
+
+
+def _steady_step(rehearsal: Rehearsal, optimizer: OffloadOptimizer, backwards: int, *, least: int) -> Counts:
+    """A step that takes as long as the one before, after at least so many."""
+    few = min(backwards, ALIKE_FROM)
+    steps = [_step(rehearsal, optimizer, few) for _ in range(least + 2)]
+    while steps[-1].ns != steps[-2].ns and len(steps) < least + MOST_STEPS:
+        steps.append(_step(rehearsal, optimizer, few))
+    if backwards == few:
+        return steps[-1]
+    another = _step(rehearsal, optimizer, few + 1).since(steps[-1])
+    return steps[-1].plus(another, backwards - few)
+
+
+def _step(rehearsal: Rehearsal, optimizer: OffloadOptimizer, backwards: int) -> Counts:
+    before = rehearsal.counts()
+    for _ in range(backwards):
+        rehearsal.program.micro_batch()
+    optimizer.step()
+    optimizer.zero_grad()
+    return rehearsal.counts().since(before)
+
+
+def _result(rehearsal: Rehearsal, step: Counts) -> DryRun:
+    device, profile = rehearsal.device, rehearsal.durations.profile
+    device.collect_spans()
+    peak = rehearsal.memory.peak()
+    return DryRun(
+        profile=profile,
+        ranks=rehearsal.durations.ranks,
+        num_params=sum(param.numel() for param in rehearsal.program.params.values()),
+        step=step,
+        device=DeviceBytes(
+            parameters=rehearsal.model_bytes,
+            activations=peak.activations_bytes,
+            gradients=peak.gradients_bytes,
+            engine=device.allocated_bytes["device"],
+            reserved=round(profile.gpu.reserved_gib * GIB),
+        ),
+        host_bytes=device.allocated_bytes["host"],
+        locked_bytes=device.locked_bytes,
+        is_stretched=rehearsal.is_stretched,
+        trace=device.trace,
+    )

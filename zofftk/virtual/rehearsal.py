@@ -1,0 +1,89 @@
+"""A virtual device with a program on it: what a schedule of training, the engine's or another, is tried on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zofftk.device.base import COMPUTE
+from zofftk.device.virtual import VirtualDevice
+from zofftk.virtual.counts import Counts
+from zofftk.virtual.device_memory import DeviceMemory, Storages
+from zofftk.virtual.durations import Durations
+from zofftk.virtual.fake_model import build_fake
+from zofftk.virtual.layer_stack import LayerStack, find_layer_stack
+from zofftk.virtual.program import Loss, ModelProgram, Program, trainable
+from zofftk.virtual.recording import param_id, record
+from zofftk.virtual.repeating import FEW, NotRepeatedError, check_repeats, stretch
+from zofftk.virtual.replay import ReplayProgram
+
+
+class Rehearsal:
+    """`program` runs a micro-batch on `device`, in virtual time; `memory` is the line of what lives there.
+
+    Parameters, buffers and what the device itself allocates are not on that line.
+
+    Args:
+        build: makes the model; it is called under `torch.device("meta")`.
+        loss: makes a batch, calls the model it is given, and returns the loss; it runs under fake tensors.
+        durations: of the machine.
+        dtype: of the floating-point parameters and buffers; None: as they are built.
+        in_full: run every layer, also where they repeat.
+        keep_spans: keep a span of every operation in the device's trace.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        loss: Loss,
+        durations: Durations,
+        *,
+        dtype: torch.dtype | None = None,
+        in_full: bool = False,
+        keep_spans: bool = False,
+    ) -> None:
+        self.durations = durations
+        self.device = VirtualDevice(durations, keep_spans=keep_spans)
+        self.memory = DeviceMemory()
+        self.is_stretched = False
+        self._flops = 0
+        self._fake, self._storages = FakeTensorMode(), Storages(self.memory)
+        self.model = build_fake(build, self._fake, dtype)
+        kept = [*self.model.parameters(), *self.model.buffers()]
+        self.model_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in kept)
+        stack = None if in_full else find_layer_stack(self.model, least=FEW + 2)
+        self.program = self._stretched(stack, loss) if stack else self._whole(loss)
+
+    def _spend(self, phase: str, flops: int, ns: int) -> None:
+        self._flops += flops
+        self.device.compute(phase, ns)
+
+    def _whole(self, loss: Loss) -> Program:
+        return ModelProgram(self.model, loss, self._fake, self._storages, self.durations, self._spend)
+
+    def _stretched(self, stack: LayerStack, loss: Loss) -> Program:
+        """A few layers are run, and the events of all made of theirs; all are run where that cannot be."""
+        recorded = []
+        try:
+            for number in (FEW, FEW + 1):
+                with stack.first(number):
+                    recorded.append(record(self.model, stack, loss, self._fake, self.durations))
+            check_repeats(recorded[0], recorded[1], FEW)
+            parts = stretch(recorded[0], FEW, len(stack.layers))
+        except (NotRepeatedError, IndexError):  # the latter: a model that counts on all its layers
+            return self._whole(loss)
+        self.is_stretched = True
+        params = trainable(self.model)
+        ids = {name: param_id(name, stack.prefix) for name in params}
+        return ReplayProgram(parts, params, ids, self._fake, self._storages, self.durations, self._spend)
+
+    def counts(self) -> Counts:
+        """What has been spent so far."""
+        device = self.device
+        busy = Counter({stream: ns for stream, ns in device.busy_ns.items()})
+        traffic = device.bytes_down, device.bytes_up, device.bytes_between
+        return Counts(device.now_ns(COMPUTE), self._flops, *traffic, busy)
