@@ -47,6 +47,8 @@ def shown_state(managed: Managed, name: str) -> torch.Tensor:
     if managed.segment.num_ranks == 1 and within is None:
         ((_, flat),) = parts
         return flat.view(managed.local.shape)
+    if any(part.is_meta for _, part in parts):
+        return torch.empty(managed.shape, dtype=torch.float32, device="meta")  # a dry run has none to share
     from zofftk.sharding.state import ShardedState  # torch's checkpoints take long to import
 
     is_copy = managed.is_copy

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zofftk.device.base import COMM, COMPUTE, HOST, Buffer, Device, Event, Place, Placement, Run, StreamName, Work
 
@@ -92,7 +93,8 @@ class VirtualDevice(Device):
         self.allocated_bytes[place] += nbytes
         if on_link and place == "host":
             self.locked_bytes += nbytes
-        return torch.empty(numel, dtype=dtype, device="meta")
+        with _disable_current_modes():  # the model's operations may be looked at meanwhile
+            return torch.empty(numel, dtype=dtype, device="meta")
 
     # -- order -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zofftk.device.base import Buffer, Device
+from zofftk.ranks import joining
 from zofftk.ranks.watch import Watch
 
 
@@ -43,6 +44,18 @@ class RankGroup:
                 raise watch.blame(error) from error
 
         self._device.collective(label, run, dst, src)
+
+    def check_same(self, described: Sequence[object]) -> None:
+        """Raises RankError, on all ranks, where they describe their parameters in other words."""
+        joining.check_same(described, self.process_group)
+
+    def take_firsts(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What the first rank has in its memory of these becomes what all have."""
+        joining.take_firsts(tensors, self.process_group)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Over the ranks, in place; nothing else of this group is under way."""
+        dist.all_reduce(values, group=self.process_group)
 
     def close(self) -> None:
         """The process group stays, as all do until torch.distributed ends: torch 2.13 names a new one by how many there

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from zofftk import update as host_tasks
 from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Buffer, Device, Event, Run
@@ -25,10 +24,10 @@ from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_to_own
 from zofftk.ranks.group import RankGroup
-from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
 from zofftk.ranks.one import ADD, DROP, NORM, STEP
 from zofftk.ranks.slices import slice_box
+from zofftk.ranks.virtual_group import VirtualGroup
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
@@ -41,7 +40,7 @@ WORDS = (ROUND, *ALIKE, *(word + NEWS for word in ALIKE))
 class ManyRanks:
     """See the module."""
 
-    def __init__(self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, device: Device, group: RankGroup | VirtualGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
         self.has_news = True
@@ -62,8 +61,8 @@ class ManyRanks:
             (name, tuple(tensor.shape), str(tensor.dtype), f"slice {box}" if (box := slice_box(tensor)) else "whole")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        check_same(described, self._group.process_group)
-        take_firsts(tensors, self._group.process_group)
+        self._group.check_same(described)
+        self._group.take_firsts(tensors)
 
     # -- order -------------------------------------------------------------------------------------------------
 
@@ -103,13 +102,7 @@ class ManyRanks:
 
     def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
         self._tell(does + (0.0 if knows_norm else NEWS))
-        device = self._device
-        device.wait(
-            DOWN, device.record(COMM), "words there: those of all ranks must be on the device before they leave it"
-        )
-        device.copy_down("down: words", self._words, self._words_dev, [Run(0, self.size)])
-        device.synchronize(device.record(DOWN), "wait for ranks: all must say what comes next")
-        words = device.value("words", self._words)
+        words = self._hear()
         kinds = np.floor(words)
         if (kinds == ROUND).any():
             return True
@@ -122,6 +115,16 @@ class ManyRanks:
             )
         self.has_news = bool((words != kinds).any())
         return False
+
+    def _hear(self) -> np.ndarray:
+        """What all ranks have told last."""
+        device = self._device
+        device.wait(
+            DOWN, device.record(COMM), "words there: those of all ranks must be on the device before they leave it"
+        )
+        device.copy_down("down: words", self._words, self._words_dev, [Run(0, self.size)])
+        device.synchronize(device.record(DOWN), "wait for ranks: all must say what comes next")
+        return device.value("words", self._words)
 
     def _tell(self, word: float) -> None:
         device, own = self._device, self._words_dev.part(self.rank, 1)
@@ -187,8 +190,7 @@ class ManyRanks:
         self._norms.run(segments, managed, norms)
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
-        assert self._norms is not None
-        by_rank = self._norms.presence()
+        by_rank = self._presence(managed)
         if not at_step:
             self._check_alike(managed, by_rank)
         for one, presence in zip(managed, by_rank.max(axis=0), strict=True):
@@ -200,6 +202,11 @@ class ManyRanks:
                     bucket.forget({one.index})
                 if presence == ZEROS:
                     bucket.zero.add(one.index)
+
+    def _presence(self, managed: Sequence[Managed]) -> np.ndarray:
+        """What each rank (rows) has of each parameter."""
+        assert self._norms is not None
+        return self._norms.presence()
 
     def _check_alike(self, managed: Sequence[Managed], by_rank: np.ndarray) -> None:
         """Who asks for norms, as `clip_grad_norm_` does, asks only for those of gradients it sees."""
@@ -214,7 +221,7 @@ class ManyRanks:
     def sum_parts(self, flat: torch.Tensor) -> None:
         """Of a gradient of which each rank has filled in its parts: all of it. Nothing else is under way."""
         moved = flat.to(self._words_dev.tensor.device)
-        dist.all_reduce(moved, group=self._group.process_group)
+        self._group.sum(moved)
         flat.copy_(moved)
 
     def close(self) -> None:

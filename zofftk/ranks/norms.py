@@ -17,6 +17,7 @@ from zofftk.host_state import HostSegment
 from zofftk.managed import Gathered, Managed
 from zofftk.ranks.collectives import all_gather
 from zofftk.ranks.group import RankGroup
+from zofftk.ranks.virtual_group import VirtualGroup
 
 NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
 
@@ -24,7 +25,7 @@ NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
 class NormExchange:
     """The buffers of one message a rank, for a fixed list of segments."""
 
-    def __init__(self, device: Device, ranks: RankGroup, segments: Sequence[HostSegment], num_params: int) -> None:
+    def __init__(self, device: Device, ranks: RankGroup | VirtualGroup, segments: Sequence[HostSegment], num_params: int) -> None:
         self._device, self._ranks = device, ranks
         self._size, self._rank = ranks.size, ranks.rank
         self._num_params = num_params
@@ -43,7 +44,7 @@ class NormExchange:
         """Enqueue it all; `norms` and `presence` are there when the host stream has ended."""
         device = self._device
         sums = [bucket.square_sums for segment in segments for bucket in segment.buckets]
-        presence = np.array([_presence(one) for one in managed], np.float64)
+        presence = np.array([presence_of(one) for one in managed], np.float64)
         tell = partial(self._tell, segments, presence)
         device.host_task("norm: own blocks", tell, reads=sums, writes=[self._own])
         device.wait(UP, device.record(HOST), "own norms: they must be written before they leave")
@@ -75,7 +76,8 @@ class NormExchange:
         return gathered[:, self._numel - self._num_params :]
 
 
-def _presence(managed: Managed) -> float:
+def presence_of(managed: Managed) -> float:
+    """What this rank has of a parameter."""
     if managed.gathered is not Gathered.LIVE:
         return NOTHING
     return ZEROS if any(managed.index in bucket.zero for bucket in managed.buckets) else GRADIENT

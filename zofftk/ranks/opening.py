@@ -12,6 +12,7 @@ from zofftk.config import OffloadConfig
 from zofftk.device.base import Device
 from zofftk.ranks.one import OneRank, Ranks
 from zofftk.ranks.slices import mesh_of
+from zofftk.ranks.virtual_group import VirtualGroup
 from zofftk.threads import usable_threads
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def check_ranks(config: OffloadConfig, params: Sequence[torch.Tensor]) -> None:
     """Raises ValueError where `open_ranks` would."""
-    if dist.is_available() and dist.is_initialized():
+    if not isinstance(config.process_group, VirtualGroup) and dist.is_available() and dist.is_initialized():
         _sharing_ranks(config, mesh_of(params))
 
 
@@ -38,6 +39,14 @@ def check_later(before: Sequence[torch.Tensor], later: Sequence[torch.Tensor]) -
 
 def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Tensor]) -> Ranks:
     """Of `config.process_group`; by default of all ranks that hold other data and the same slices."""
+    threads = config.threads or usable_threads()
+    if isinstance(group := config.process_group, VirtualGroup):
+        if group.size == 1:
+            return OneRank(device)
+        from zofftk.ranks.virtual import VirtualRanks
+
+        group.open(device)
+        return VirtualRanks(device, group, threads, config.reduce_dtype)
     if not (dist.is_available() and dist.is_initialized()):
         return OneRank(device)
     ranks = _sharing_ranks(config, mesh_of(params))
@@ -46,8 +55,8 @@ def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Ten
     from zofftk.ranks.group import RankGroup
     from zofftk.ranks.many import ManyRanks
 
-    group = RankGroup(device, ranks, config.rank_timeout_s)
-    return ManyRanks(device, group, config.threads or usable_threads(), config.reduce_dtype)
+    real = RankGroup(device, ranks, config.rank_timeout_s)
+    return ManyRanks(device, real, threads, config.reduce_dtype)
 
 
 def open_tensor_parallel(
@@ -74,6 +83,7 @@ def _sharing_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list[int]:
 
 def _data_parallel_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list[int]:
     group = config.process_group
+    assert not isinstance(group, VirtualGroup)
     if group is None and mesh is not None:
         root = mesh._get_root_mesh()
         others = [name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]

@@ -20,7 +20,6 @@ from zofftk.device.base import COMM, DOWN, HOST, UP, Buffer, Device, Run
 from zofftk.managed import Managed
 from zofftk.ranks.collectives import all_gather
 from zofftk.ranks.group import RankGroup
-from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.slices import is_cut, placed
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ class TensorParallel:
             (name, tuple(tensor.shape), str(tensor.dtype), str(placement[1]) if (placement := placed(tensor)) else "")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        check_same(described, self._group.process_group)
-        take_firsts([tensor for tensor in tensors if not is_cut(tensor)], self._group.process_group)
+        self._group.check_same(described)
+        self._group.take_firsts([tensor for tensor in tensors if not is_cut(tensor)])
         return self._group.rank == 0
 
     def combine_norms(self, managed: Sequence[Managed], norms: Buffer) -> None:

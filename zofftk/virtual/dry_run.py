@@ -16,10 +16,10 @@ from torch import nn
 from zofftk.offload_adam import OffloadAdamW
 from zofftk.optimizer import OffloadOptimizer
 from zofftk.profile import Profile
+from zofftk.ranks.virtual_group import VirtualGroup
 from zofftk.trace import Trace
 from zofftk.virtual.counts import Counts
 from zofftk.virtual.durations import Durations
-from zofftk.virtual.group import VirtualGroup
 from zofftk.virtual.program import Loss
 from zofftk.virtual.rehearsal import Rehearsal
 
@@ -116,9 +116,8 @@ def dry_run(
     if options.get("update") == "delayed":
         options.setdefault("delay_after", 1)
     rehearsal = Rehearsal(build, loss, Durations(profile, ranks), dtype=dtype, in_full=in_full, keep_spans=keep_spans)
-    if ranks > 1:
-        options["process_group"] = VirtualGroup(rehearsal.device, ranks)
-    opened = optimizer(list(rehearsal.program.params.items()), device=rehearsal.device, **options)
+    params, group = list(rehearsal.program.params.items()), VirtualGroup(ranks)
+    opened = optimizer(params, device=rehearsal.device, process_group=group, **options)
     try:
         if overlap:
             rehearsal.program.overlap(opened)
