@@ -149,7 +149,11 @@ def test_its_operations_are_those_of_the_emulated_device(options, no_threads_lef
     torch.manual_seed(0)
     train(SmallGPT().bfloat16(), emulated, lambda model: loss_of(model, 0).backward(), **options)
     rehearsal = Rehearsal(
-        SmallGPT, lambda model: loss_of(model, 0), Durations(load_profile("a100")), dtype=torch.bfloat16, keep_spans=True
+        SmallGPT,
+        lambda model: loss_of(model, 0),
+        Durations(load_profile("a100")),
+        dtype=torch.bfloat16,
+        keep_spans=True,
     )
     program = rehearsal.program
     train(rehearsal.model, rehearsal.device, lambda model: program.micro_batch(), **options)

@@ -60,6 +60,7 @@ def build_parser(*, bench: bool = False) -> argparse.ArgumentParser:
     add_train(commands.add_parser("train", help="train a GPT-2-like model on text"))
     doctor = commands.add_parser("doctor", help="say what this machine offers and lacks")
     doctor.description = "Lists what the engine can use here, with one line of advice for each thing missing."
+    doctor.add_argument("--measure", action="store_true", help="measure this machine too: the profile 'this'")
     doctor.set_defaults(run=run_doctor)
     add_bench(commands.add_parser("bench", help="measure a part of the engine"), chosen=bench)
     return parser
@@ -109,7 +110,16 @@ def add_bench(parser: argparse.ArgumentParser, *, chosen: bool) -> None:
 def run_doctor(options: argparse.Namespace) -> int:
     from zofftk.doctor import run_doctor
 
-    return run_doctor()
+    code = run_doctor()
+    if not options.measure or code:
+        return code  # what is required and lacks would be measured
+    from rich.console import Console
+
+    from zofftk.isa import check_isa
+    from zofftk.measure import measure_this
+
+    check_isa()
+    return measure_this(Console())
 
 
 def run_train(options: argparse.Namespace) -> int:

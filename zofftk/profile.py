@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,12 +159,19 @@ def _check_number(place: str, name: str, value: Any, *, whole: bool) -> None:
         raise InputError(f"{place}: expected a share of at most 1, got {value!r}")
 
 
-def write_profile(profile: Profile, path: Path, source: str) -> None:
-    """Write a file that `load_profile` reads; `source` says where the numbers come from."""
+def write_profile(profile: Profile, path: Path, source: str, notes: Mapping[str, str] | None = None) -> None:
+    """Write a file that `load_profile` reads.
+
+    `source` says where the numbers come from, `notes` where single ones do: `{"link.devices": "assumed"}`.
+    """
+    notes = notes or {}
     lines = [f"# {source}", f"name = {_quoted(profile.name)}"]
     for key in _SECTIONS:
         lines += ["", f"[{key}]"]
-        lines += [f"{name} = {value!r}" for name, value in dataclasses.asdict(getattr(profile, key)).items()]
+        for name, value in dataclasses.asdict(getattr(profile, key)).items():
+            note = notes.get(f"{key}.{name}")
+            number = value if isinstance(value, int) else float(f"{value:.4g}")
+            lines.append(f"{name} = {number!r}" + (f"  # {note}" if note else ""))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write("\n".join([*lines, ""]).encode())

@@ -40,7 +40,9 @@ WORDS = (ROUND, *ALIKE, *(word + NEWS for word in ALIKE))
 class ManyRanks:
     """See the module."""
 
-    def __init__(self, device: Device, group: RankGroup | VirtualGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, device: Device, group: RankGroup | VirtualGroup, threads: int, reduce_dtype: torch.dtype | None = None
+    ) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
         self.has_news = True

@@ -25,7 +25,9 @@ NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
 class NormExchange:
     """The buffers of one message a rank, for a fixed list of segments."""
 
-    def __init__(self, device: Device, ranks: RankGroup | VirtualGroup, segments: Sequence[HostSegment], num_params: int) -> None:
+    def __init__(
+        self, device: Device, ranks: RankGroup | VirtualGroup, segments: Sequence[HostSegment], num_params: int
+    ) -> None:
         self._device, self._ranks = device, ranks
         self._size, self._rank = ranks.size, ranks.rank
         self._num_params = num_params

@@ -1,7 +1,7 @@
 """What lives on the device during a dry run: a line of allocations and frees, and the highest point of their sum.
 
-The order is that in which the program asks for memory, which is what decides with CUDA's caching allocator too: it gives
-a block out again as soon as the program has let go of it, to later work on the same stream.
+The order is that in which the program asks for memory, which is what decides with CUDA's caching allocator too: it
+gives a block out again as soon as the program has let go of it, to later work on the same stream.
 """
 
 from __future__ import annotations

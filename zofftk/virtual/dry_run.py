@@ -117,7 +117,8 @@ def dry_run(
         options.setdefault("delay_after", 1)
     rehearsal = Rehearsal(build, loss, Durations(profile, ranks), dtype=dtype, in_full=in_full, keep_spans=keep_spans)
     params, group = list(rehearsal.program.params.items()), VirtualGroup(ranks)
-    opened = optimizer(params, device=rehearsal.device, process_group=group, **options)
+    kind: Any = optimizer  # whose base class takes other arguments than those that are used
+    opened: OffloadOptimizer = kind(params, device=rehearsal.device, process_group=group, **options)
     try:
         if overlap:
             rehearsal.program.overlap(opened)

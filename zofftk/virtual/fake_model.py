@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,8 +35,9 @@ def build_fake(build: Callable[[], nn.Module], fake: FakeTensorMode, dtype: torc
     kept = [*model.parameters(), *model.buffers()]  # an id is of one object as long as that lives
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
+            kept_here: Any = tensors
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = faked(tensor)
+                    kept_here[name] = faked(tensor)
     del kept
     return model

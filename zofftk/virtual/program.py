@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
 
 from zofftk.optimizer import OffloadOptimizer
 from zofftk.overlap import offload
@@ -27,7 +28,8 @@ FORWARD, BACKWARD = "forward", "backward"
 class Program(Protocol):
     """`params` are all trainable ones, by name."""
 
-    params: Mapping[str, torch.Tensor]
+    @property
+    def params(self) -> Mapping[str, torch.Tensor]: ...
 
     def micro_batch(self) -> None:
         """Forward and backward once."""
@@ -97,4 +99,4 @@ def trainable(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def leaves(values: Any) -> Sequence[torch.Tensor]:
     """The tensors in what a module takes or returns."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -76,15 +76,14 @@ class Recorder:
         return self._ids[block]
 
 
-def record(
-    model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode, durations: Durations
-) -> Parts:
+def record(model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode, durations: Durations) -> Parts:
     """What one micro-batch of `model` does, whose layers are those in `stack`."""
     recorder = Recorder()
     storages = Storages(line := _Line(recorder))
     params = {id(param): param_id(name, stack.prefix) for name, param in model.named_parameters()}
     names = {param.untyped_storage()._cdata: params[id(param)] for param in model.parameters()}
     seen: set[ParamId] = set()
+
     def reads(tensor: torch.Tensor) -> None:
         param = names.get(tensor.untyped_storage()._cdata)
         if param is not None and param not in seen:

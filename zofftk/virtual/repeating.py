@@ -2,6 +2,9 @@
 
 What is repeated are the events. Times, the bytes that are alive and their highest point come out of them afterwards, by
 going through all of them: where the highest point lies moves with the number of layers.
+
+That layers do the same is checked on the first ones, event for event, with one layer more than what is repeated from;
+of the others it is known only that they look alike (their class, and the shapes and dtypes of their parameters).
 """
 
 from __future__ import annotations
