@@ -48,7 +48,11 @@ def build_split_gpt(
     config: GPTConfig, mesh: DeviceMesh, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> SplitGPT:
     """The model that `build_gpt` makes of this seed, cut over the ranks of `mesh`, which has one dimension."""
-    model = build_gpt(config, seed=seed, dtype=dtype, device=device, kind=SplitGPT)
+    return split(build_gpt(config, seed=seed, dtype=dtype, device=device, kind=SplitGPT), mesh)
+
+
+def split(model: SplitGPT, mesh: DeviceMesh) -> SplitGPT:
+    """Cut a model that is whole on every rank; each keeps its slices."""
     model.mesh = mesh
     for embedding in (model.tokens, model.positions):
         whole = DTensor.from_local(embedding.weight.detach(), mesh, [Replicate()], run_check=False)

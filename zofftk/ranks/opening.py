@@ -66,9 +66,14 @@ def open_tensor_parallel(
     mesh = mesh_of(params)
     if mesh is None or mesh.size() == 1:
         return None
+    from zofftk.ranks.group import RankGroup
     from zofftk.ranks.tensor_parallel import TensorParallel
 
-    return TensorParallel(device, mesh, config.rank_timeout_s)
+    if isinstance(config.process_group, VirtualGroup):
+        group = VirtualGroup(mesh.size())
+        group.open(device)
+        return TensorParallel(device, group)
+    return TensorParallel(device, RankGroup(device, mesh.mesh.flatten().tolist(), config.rank_timeout_s))
 
 
 def _sharing_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list[int]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
@@ -21,17 +19,15 @@ from zofftk.managed import Managed
 from zofftk.ranks.collectives import all_gather
 from zofftk.ranks.group import RankGroup
 from zofftk.ranks.slices import is_cut, placed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from zofftk.ranks.virtual_group import VirtualGroup
 
 
 class TensorParallel:
     """The ranks that hold the slices of the same parameters."""
 
-    def __init__(self, device: Device, mesh: DeviceMesh, timeout_s: float | None) -> None:
+    def __init__(self, device: Device, group: RankGroup | VirtualGroup) -> None:
         self._device = device
-        self._group = RankGroup(device, mesh.mesh.flatten().tolist(), timeout_s)
+        self._group = group
         self._num_params = -1
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> bool:

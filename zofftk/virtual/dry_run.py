@@ -6,7 +6,7 @@ tensors, each for as long as the profile says. Layers that repeat are run a few 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from zofftk.offload_adam import OffloadAdamW
 from zofftk.optimizer import OffloadOptimizer
 from zofftk.profile import Profile
+from zofftk.ranks.slices import local_of, mesh_of
 from zofftk.ranks.virtual_group import VirtualGroup
 from zofftk.trace import Trace
 from zofftk.virtual.counts import Counts
@@ -49,7 +50,8 @@ class DryRun:
 
     profile: Profile
     ranks: int
-    num_params: int
+    slices: int
+    num_params: int  # of this device
     step: Counts
     device: DeviceBytes
     host_bytes: int  # of this rank
@@ -73,7 +75,7 @@ class DryRun:
     @property
     def fits_host(self) -> bool:
         """Together with the other ranks of its host."""
-        ranks_here = Durations(self.profile, self.ranks).ranks_here
+        ranks_here = Durations(self.profile, self.ranks, self.slices).ranks_here
         return self.host_bytes * ranks_here <= self.profile.host.memory_gib * GIB
 
 
@@ -85,6 +87,7 @@ def dry_run(
     optimizer: type[OffloadOptimizer] = OffloadAdamW,
     dtype: torch.dtype | None = torch.bfloat16,
     ranks: int = 1,
+    slices: int = 1,
     backwards: int = 1,
     overlap: bool = False,
     in_full: bool = False,
@@ -99,7 +102,9 @@ def dry_run(
         profile: the machine, see `load_profile`.
         optimizer: the optimizer's class.
         dtype: of the floating-point parameters and buffers; None: as they are built.
-        ranks: devices that train on different data and share the states (ZeRO-2).
+        ranks: those that train on different data and share the states (ZeRO-2).
+        slices: devices that each layer is cut over, for each of the ranks. Where it is not 1, `build` makes a model of
+            DTensors on a mesh of as many devices, see `virtual_mesh`.
         backwards: micro-batches a step.
         overlap: hand the model over to `zofftk.offload`, so that the update hides behind the next forward.
         in_full: run every layer, also where they repeat.
@@ -110,13 +115,15 @@ def dry_run(
     Raises:
         ValueError: a number below 1; an option, or a model, that the optimizer does not take.
     """
-    for name, value in (("ranks", ranks), ("backwards", backwards)):
+    for name, value in (("ranks", ranks), ("slices", slices), ("backwards", backwards)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
     if options.get("update") == "delayed":
         options.setdefault("delay_after", 1)
-    rehearsal = Rehearsal(build, loss, Durations(profile, ranks), dtype=dtype, in_full=in_full, keep_spans=keep_spans)
+    durations = Durations(profile, ranks, slices)
+    rehearsal = Rehearsal(build, loss, durations, dtype=dtype, in_full=in_full, keep_spans=keep_spans)
     params, group = list(rehearsal.program.params.items()), VirtualGroup(ranks)
+    _check_slices([param for _, param in params], slices)
     kind: Any = optimizer  # whose base class takes other arguments than those that are used
     opened: OffloadOptimizer = kind(params, device=rehearsal.device, process_group=group, **options)
     try:
@@ -126,6 +133,13 @@ def dry_run(
     finally:
         opened.close()
     return _result(rehearsal, step)
+
+
+def _check_slices(params: Sequence[torch.Tensor], slices: int) -> None:
+    mesh = mesh_of(params)
+    found = 1 if mesh is None else mesh.size()
+    if found != slices:
+        raise ValueError(f"slices is {slices}, expected {found}: the devices of the model's DTensors, or 1 without any")
 
 
 def _warm_up(optimizer: OffloadOptimizer, overlap: bool) -> int:
@@ -162,7 +176,8 @@ def _result(rehearsal: Rehearsal, step: Counts) -> DryRun:
     return DryRun(
         profile=profile,
         ranks=rehearsal.durations.ranks,
-        num_params=sum(param.numel() for param in rehearsal.program.params.values()),
+        slices=rehearsal.durations.slices,
+        num_params=sum(local_of(param).numel() for param in rehearsal.program.params.values()),
         step=step,
         device=DeviceBytes(
             parameters=rehearsal.model_bytes,

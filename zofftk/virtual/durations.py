@@ -13,19 +13,24 @@ from zofftk.profile import Profile
 
 @dataclass(frozen=True)
 class Durations:
-    """`ranks` devices of the profile work at the same time, as many to a host as it has; they share its link and host.
+    """So many devices of the profile work at the same time: `ranks` times `slices`, as many to a host as it has.
 
-    The number of bytes a second that a resource shared by several ranks has left for each is what it has, divided by
-    the ranks: they all do the same at the same time.
+    What several of them share has for each a part of what it has: they all do the same at the same time.
+
+    Args:
+        profile: the machine.
+        ranks: train on different data.
+        slices: devices that each layer is cut over (tensor parallelism); they are neighbours.
     """
 
     profile: Profile
     ranks: int = 1
+    slices: int = 1
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on one host."""
-        return min(self.ranks, self.profile.interconnect.devices_per_host)
+        """Devices on one host."""
+        return min(self.ranks * self.slices, self.profile.interconnect.devices_per_host)
 
     @property
     def ranks_on_link(self) -> int:
@@ -65,9 +70,22 @@ class Durations:
         return round(host.task_us * 1e3 + busy_ns * self.ranks_here)
 
     def collective_ns(self, nbytes: int, parts: int) -> int:
-        """A ring over `parts` ranks, each of which ends or begins with `nbytes` in all."""
+        """A ring over ranks with other data, `parts` of them, each of which ends or begins with `nbytes` in all."""
         between = self.profile.interconnect
         gb_s = between.inside_gb_s
-        if parts > between.devices_per_host:
+        if self.ranks * self.slices > between.devices_per_host:
+            rings = min(self.slices, between.devices_per_host)  # at the same time, one for each slice
+            gb_s = min(gb_s, between.between_gb_s / rings)
+        return self._ring_ns(nbytes, parts, gb_s)
+
+    def slices_ns(self, nbytes: int) -> int:
+        """A ring over the devices that a layer is cut over."""
+        between = self.profile.interconnect
+        gb_s = between.inside_gb_s
+        if self.slices > between.devices_per_host:
             gb_s = min(gb_s, between.between_gb_s)
-        return round((parts - 1) * between.latency_us * 1e3 + nbytes * (parts - 1) / parts / gb_s)
+        return self._ring_ns(nbytes, self.slices, gb_s)
+
+    def _ring_ns(self, nbytes: int, parts: int, gb_s: float) -> int:
+        latency_ns = self.profile.interconnect.latency_us * 1e3
+        return round((parts - 1) * latency_ns + nbytes * (parts - 1) / parts / gb_s)

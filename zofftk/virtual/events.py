@@ -7,7 +7,7 @@ but for the layers' numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -95,10 +95,10 @@ class Gradient:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    placements: tuple[object, ...] = ()  # where it is a DTensor, of which the rest says the local part
 
     def shifted(self, by: int) -> Gradient:
-        block, param = self.block.shifted(by), self.param.shifted(by)
-        return Gradient(param, block, self.dtype, self.shape, self.strides, self.offset)
+        return replace(self, param=self.param.shifted(by), block=self.block.shifted(by))
 
 
 Event = Spent | Taken | Freed | Read | Gradient

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zofftk.ranks.slices import from_slice, local_of
+
 
 def build_fake(build: Callable[[], nn.Module], fake: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
     """What `build` makes, without its data; floating-point tensors become `dtype`, if given. Tied ones stay tied.
@@ -25,8 +27,10 @@ def build_fake(build: Callable[[], nn.Module], fake: FakeTensorMode, dtype: torc
     def faked(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:
             kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            here = local_of(tensor)
             with fake:
-                value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+                value = torch.empty_strided(here.shape, here.stride(), dtype=kind, device="cpu")
+            value = from_slice(tensor, value)
             if isinstance(tensor, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=tensor.requires_grad)
             known[id(tensor)] = value

@@ -1,7 +1,6 @@
 """The model's own work in a dry run: every operation of torch on fake tensors takes its time and its memory.
 
-While the mode is on, operations run under torch's fake mode, and only those on meta tensors, which are the engine's own
-buffers, go past it.
+While the mode is on, operations run under torch's fake mode; those on tensors that are not the model's go past it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zofftk.virtual.device_memory import Storages
 from zofftk.virtual.durations import Durations
-from zofftk.virtual.op_costs import cost_of
+from zofftk.virtual.op_costs import cost_of, exchanged_bytes
 
 _ASKS_DEVICE = torch.ops.prim.device.default
 
@@ -48,7 +47,7 @@ class ModelOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _ASKS_DEVICE:
             return args[0].fake_device
-        if args and type(args[0]) is torch.Tensor and args[0].is_meta:
+        if self._is_foreign(args, kwargs):
             return func(*args, **kwargs)
         if any(not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a stand-in answers for itself, and what it asks for comes here again
@@ -56,6 +55,17 @@ class ModelOps(TorchDispatchMode):
             out = func(*args, **kwargs)
         self._count(func, args, kwargs, out)
         return out
+
+    def _is_foreign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """On the engine's own buffers; or on what torch tries out, as DTensor does to learn an operation's shapes."""
+        if args and isinstance(args[0], torch.Tensor):
+            return args[0].is_meta if type(args[0]) is torch.Tensor else self._is_of_others(args[0])
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            return True
+        return any(self._is_of_others(tensor) for tensor in _tensors(args))
+
+    def _is_of_others(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         read, made = list(_tensors((args, kwargs))), list(_tensors(out))
@@ -65,6 +75,9 @@ class ModelOps(TorchDispatchMode):
         is_new = [self._storages.add(tensor) for tensor in made]
         if not any(is_new) and not func._schema.is_mutable:
             return  # a view
+        if (nbytes := exchanged_bytes(func, read, made)) is not None:
+            self._spend(0, self._durations.slices_ns(nbytes))
+            return
         cost = cost_of(func, args, kwargs, out, [*read, *made])
         if cost is None:
             return

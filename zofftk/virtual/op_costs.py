@@ -50,6 +50,17 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     return 0
 
 
+def exchanged_bytes(func: Any, read: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int | None:
+    """What a collective between the slices of a layer moves round a ring, as if each part were moved once.
+
+    None for what is no collective. Sums that all receive go round twice.
+    """
+    if func.namespace != "_c10d_functional":
+        return None
+    nbytes = max((tensor.numel() * tensor.dtype.itemsize for tensor in (*read, *made)), default=0)
+    return 2 * nbytes if "all_reduce" in func._schema.name else nbytes
+
+
 def cost_of(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, tensors: Sequence[torch.Tensor]
 ) -> OpCost | None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from zofftk.optimizer import OffloadOptimizer
 from zofftk.overlap import offload
+from zofftk.ranks.slices import local_of
 from zofftk.virtual.device_memory import Storages
 from zofftk.virtual.durations import Durations
 from zofftk.virtual.model_ops import ModelOps
@@ -67,13 +68,13 @@ class ModelProgram:
         self._storages = storages
         self._phase = FORWARD
         for tensor in [*model.parameters(), *model.buffers()]:
-            storages.leave_out(tensor)
+            storages.leave_out(local_of(tensor))
         self._hooks = [param.register_hook(self._mark) for param in self.params.values()]
         self._ops = ModelOps(fake, storages, durations, lambda flops, ns: spend(self._phase, flops, ns), reads)
 
     def _mark(self, grad: torch.Tensor) -> None:
         """It is a gradient, and no activation."""
-        if (block := self._storages.block_of(grad)) is not None:
+        if (block := self._storages.block_of(local_of(grad))) is not None:
             self._storages.memory.mark_gradient(block)
 
     def overlap(self, optimizer: OffloadOptimizer) -> None:

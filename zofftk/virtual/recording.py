@@ -7,6 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
+from zofftk.ranks.slices import is_sliced, local_of
 from zofftk.virtual.device_memory import DeviceMemory, Storages
 from zofftk.virtual.durations import Durations
 from zofftk.virtual.events import (
@@ -81,7 +82,7 @@ def record(model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode
     recorder = Recorder()
     storages = Storages(line := _Line(recorder))
     params = {id(param): param_id(name, stack.prefix) for name, param in model.named_parameters()}
-    names = {param.untyped_storage()._cdata: params[id(param)] for param in model.parameters()}
+    names = {local_of(param).untyped_storage()._cdata: params[id(param)] for param in model.parameters()}
     seen: set[ParamId] = set()
 
     def reads(tensor: torch.Tensor) -> None:
@@ -91,12 +92,13 @@ def record(model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode
             recorder.note(Read(param))
 
     def gradient(param: torch.Tensor) -> None:
-        grad = param.grad
-        assert grad is not None
+        assert param.grad is not None
+        grad = local_of(param.grad)
+        placements = param.grad.placements if is_sliced(param.grad) else ()  # type: ignore[attr-defined]
         block = storages.block_of(grad)
         assert block is not None
         place = tuple(grad.shape), tuple(grad.stride()), int(grad.storage_offset())
-        recorder.note(Gradient(params[id(param)], recorder.id_of(block), grad.dtype, *place))
+        recorder.note(Gradient(params[id(param)], recorder.id_of(block), grad.dtype, *place, placements))
         param.grad = None
 
     program = ModelProgram(model, loss, fake, storages, durations, recorder.spent, reads)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zofftk.device.base import COMPUTE
 from zofftk.device.virtual import VirtualDevice
+from zofftk.ranks.slices import local_of, mesh_of
 from zofftk.virtual.counts import Counts
 from zofftk.virtual.device_memory import DeviceMemory, Storages
 from zofftk.virtual.durations import Durations
@@ -54,7 +55,7 @@ class Rehearsal:
         self._fake, self._storages = FakeTensorMode(), Storages(self.memory)
         self.model = build_fake(build, self._fake, dtype)
         kept = [*self.model.parameters(), *self.model.buffers()]
-        self.model_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in kept)
+        self.model_bytes = sum(local_of(tensor).numel() * tensor.dtype.itemsize for tensor in kept)
         stack = None if in_full else find_layer_stack(self.model, least=FEW + 2)
         self.program = self._stretched(stack, loss) if stack else self._whole(loss)
 
@@ -62,7 +63,18 @@ class Rehearsal:
         self._flops += flops
         self.device.compute(phase, ns)
 
+    def _try_out(self, loss: Loss) -> None:
+        """DTensor tries each operation out where it meets it first, on tensors like the model's own."""
+        if mesh_of(list(self.model.parameters())) is None:
+            return
+        unseen = Storages(DeviceMemory())
+        program = ModelProgram(self.model, loss, self._fake, unseen, self.durations, lambda phase, flops, ns: None)
+        program.micro_batch()
+        program.end()
+        self.model.zero_grad()
+
     def _whole(self, loss: Loss) -> Program:
+        self._try_out(loss)
         return ModelProgram(self.model, loss, self._fake, self._storages, self.durations, self._spend)
 
     def _stretched(self, stack: LayerStack, loss: Loss) -> Program:
@@ -71,6 +83,7 @@ class Rehearsal:
         try:
             for number in (FEW, FEW + 1):
                 with stack.first(number):
+                    self._try_out(loss)
                     recorded.append(record(self.model, stack, loss, self._fake, self.durations))
             check_repeats(recorded[0], recorded[1], FEW)
             parts = stretch(recorded[0], FEW, len(stack.layers))

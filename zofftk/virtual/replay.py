@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zofftk.optimizer import OffloadOptimizer
+from zofftk.ranks.slices import as_placed, local_of
 from zofftk.virtual.device_memory import Storages
 from zofftk.virtual.durations import Durations
 from zofftk.virtual.events import BlockId, Event, Freed, Gradient, ParamId, Parts, Read, Spent, Taken
@@ -50,7 +51,7 @@ class ReplayProgram:
         self._blocks: dict[BlockId, int] = {}  # alive, counted alone
         self._tensors: dict[BlockId, torch.Tensor] = {}  # alive, of a gradient: flat
         for param in params.values():
-            storages.leave_out(param)
+            storages.leave_out(local_of(param))
         # What the optimizer does with a gradient takes time and memory like any other operation.
         self._ops = ModelOps(fake, storages, durations, lambda flops, ns: spend(BACKWARD, flops, ns))
         with fake:
@@ -105,7 +106,8 @@ class ReplayProgram:
             if (block := self._storages.block_of(flat)) is not None:
                 self._storages.memory.mark_gradient(block)
             with _disable_current_modes():
-                return flat.as_strided(gradient.shape, gradient.strides, gradient.offset)
+                local = flat.as_strided(gradient.shape, gradient.strides, gradient.offset)
+                return as_placed(self._by_id[gradient.param], local, gradient.placements)
 
         return backward
 
