@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.test_device_conformance import fake_cuda
 from zofftk import cli, measure
 from zofftk.device.emulated import EmulatedDevice
 from zofftk.measure import Product, fit_products, measure_adam_ns, measure_link, measure_task_us
@@ -51,6 +52,13 @@ def test_a_link_of_known_speed(no_threads_left):
     assert link.down_gb_s == pytest.approx(0.2, rel=0.2)
     assert link.up_gb_s == pytest.approx(0.1, rel=0.2)
     assert 0 < link.latency_us < 5000
+
+
+def test_the_cuda_device_s_link_is_measured_alike(no_threads_left):
+    device = fake_cuda()
+    link = measure_link(device)
+    assert min(link.down_gb_s, link.up_gb_s, link.latency_us, measure_task_us(device)) > 0
+    device.close()
 
 
 def test_a_task_and_an_update(no_threads_left):

@@ -108,6 +108,7 @@ def add_bench(parser: argparse.ArgumentParser, *, chosen: bool) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
+    calm_threads()
     from zofftk.doctor import run_doctor
 
     code = run_doctor()
@@ -122,10 +123,14 @@ def run_doctor(options: argparse.Namespace) -> int:
     return measure_this(Console())
 
 
-def run_train(options: argparse.Namespace) -> int:
+def calm_threads() -> None:
     # Without this, torch's threads spin while they wait: one other busy thread on the machine then makes steps many
     # times slower (2 cores: 0.24 s to 2.5 s). Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def run_train(options: argparse.Namespace) -> int:
+    calm_threads()
     given = vars(options)
     ask = {"tp": given.get("tp", 1), "timeout_s": given.get("rank_timeout"), "device": given.get("device", "auto")}
     with launched(**ask, explain=explain) as ranks:

@@ -32,7 +32,8 @@ CUDA_RESERVED_GIB = 1.0
 NOTES = {
     "gpu.reserved_gib": "assumed: context, workspaces and fragments on a GPU; none on a CPU",
     "gpu.max_efficiency": "1: the peaks are what was reached",
-    "gpu.memory_efficiency": "1: the bandwidth is what was reached",
+    "gpu.memory_gb_s": "of a copy",
+    "gpu.memory_efficiency": "what GELU reaches of it",
     "link.devices": "assumed",
     "interconnect.inside_gb_s": "assumed: as the link; it is not measured",
     "interconnect.between_gb_s": "assumed: 10 Gb/s Ethernet",
@@ -110,6 +111,7 @@ def measure_device(place: torch.device) -> Gpu:
     half_rate, half_intensity = fit_products([_product(size, half, place) for size in sizes])
     wide_rate, _ = fit_products([_product(size, torch.float32, place) for size in sizes])
     one = torch.zeros(1, device=place)
+    memory_gb_s = _memory_gb_s(place)
     memory_bytes = torch.cuda.get_device_properties(place).total_memory if is_cuda else usable_memory()
     return Gpu(
         memory_gib=memory_bytes / GIB,
@@ -118,8 +120,8 @@ def measure_device(place: torch.device) -> Gpu:
         peak_32bit_tflops=wide_rate / 1e12,
         max_efficiency=1.0,
         half_intensity=half_intensity,
-        memory_gb_s=_memory_gb_s(place),
-        memory_efficiency=1.0,
+        memory_gb_s=memory_gb_s,
+        memory_efficiency=min(1.0, _elementwise_gb_s(half, place) / memory_gb_s),
         kernel_us=_seconds(lambda: one.add_(1.0), place, calls=100) * 1e6,
     )
 
@@ -151,6 +153,13 @@ def _memory_gb_s(place: torch.device) -> float:
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / _seconds(lambda: target.copy_(source), place) / 1e9
+
+
+def _elementwise_gb_s(dtype: torch.dtype, place: torch.device) -> float:
+    """What an operation of a model's reads and writes that is more than a copy; on a CPU its arithmetic counts."""
+    source = torch.ones(COPY_BYTES // dtype.itemsize // 4, dtype=dtype, device=place)
+    seconds = _seconds(lambda: torch.nn.functional.gelu(source, approximate="tanh"), place)
+    return 2 * source.numel() * dtype.itemsize / seconds / 1e9
 
 
 # -- link and host -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A mesh of devices that are not there, for models that tensor parallelism cuts, on torch's backend that moves nothing."""
+"""A mesh of devices that are not there, for models that tensor parallelism cuts: torch's backend that only pretends."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ While the mode is on, operations run under torch's fake mode; those on tensors t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +38,6 @@ class ModelOps(TorchDispatchMode):
         self._durations = durations
         self._spend = spend
         self._reads = reads
-        self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,6 +24,7 @@ from zofftk.virtual.events import (
 )
 from zofftk.virtual.layer_stack import LayerStack
 from zofftk.virtual.program import Loss, ModelProgram, leaves
+from zofftk.virtual.repeating import NotRepeatedError
 
 
 class _Line(DeviceMemory):
@@ -78,7 +79,10 @@ class Recorder:
 
 
 def record(model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode, durations: Durations) -> Parts:
-    """What one micro-batch of `model` does, whose layers are those in `stack`."""
+    """What one micro-batch of `model` does, whose layers are those in `stack`.
+
+    Raises NotRepeatedError where it leaves memory behind, which the next one would find.
+    """
     recorder = Recorder()
     storages = Storages(line := _Line(recorder))
     params = {id(param): param_id(name, stack.prefix) for name, param in model.named_parameters()}
@@ -110,7 +114,8 @@ def record(model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode
         program.end()
         for hook in hooks:
             hook.remove()
-    assert not line.live_bytes, line.live_bytes
+    if line.live_bytes:
+        raise NotRepeatedError(f"a micro-batch leaves {line.live_bytes} bytes behind")
     return recorder.parts
 
 
