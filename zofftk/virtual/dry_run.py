@@ -151,8 +151,10 @@ def _warm_up(optimizer: OffloadOptimizer, overlap: bool) -> int:
 def _steady_step(rehearsal: Rehearsal, optimizer: OffloadOptimizer, backwards: int, *, least: int) -> Counts:
     """A step that takes as long as the one before, after at least so many."""
     few = min(backwards, ALIKE_FROM)
-    steps = [_step(rehearsal, optimizer, few) for _ in range(least + 2)]
-    while steps[-1].ns != steps[-2].ns and len(steps) < least + MOST_STEPS:
+    for _ in range(least):
+        _step(rehearsal, optimizer, 1)
+    steps = [_step(rehearsal, optimizer, few) for _ in range(2)]
+    while steps[-1].ns != steps[-2].ns and len(steps) < MOST_STEPS:
         steps.append(_step(rehearsal, optimizer, few))
     if backwards == few:
         return steps[-1]
