@@ -49,8 +49,9 @@ def test_a_link_of_known_speed(no_threads_left):
     device = EmulatedDevice(down_gb_s=0.2, up_gb_s=0.1)
     link = measure_link(device)
     device.close()
-    assert link.down_gb_s == pytest.approx(0.2, rel=0.2)
-    assert link.up_gb_s == pytest.approx(0.1, rel=0.2)
+    # Never faster than its cap, but for the latency that is taken off; slower where the machine is busy.
+    assert 0.1 < link.down_gb_s < 0.24
+    assert 0.05 < link.up_gb_s < 0.12
     assert 0 < link.latency_us < 5000
 
 

@@ -152,6 +152,6 @@ def test_ranks_share_a_host_and_its_links():
 
 
 def test_a_ring_within_a_host_and_between_hosts():
-    within, between = (Durations(V100).collective_ns(1_200_000_000, parts) for parts in (16, 32))
+    within, between = (Durations(V100, ranks).collective_ns(1_200_000_000, ranks) for ranks in (16, 32))
     assert within == pytest.approx(1.2e9 * 15 / 16 / 120 + 15 * 20e3)
     assert between == pytest.approx(1.2e9 * 31 / 32 / 80 + 31 * 20e3)
