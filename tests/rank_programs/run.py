@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
@@ -152,7 +153,9 @@ class Runner:
 
     def step(self) -> None:
         for side in self.both:
-            side.opt.step()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "a step was skipped")  # the first time, and compared below
+                side.opt.step()
         self.is_spent, self.unseen, self.came = True, set(), [False] * 4
         self.updated |= set().union(*self.present)
         if self.sharded is not None and self.alone is not None:
