@@ -306,6 +306,8 @@ PYBIND11_MODULE(_cpu_adam, m) {
   m.def("worker_count", &worker_count, "Threads of the pool, the caller not counted.");
   m.def("release_workers", &release_workers, py::call_guard<py::gil_scoped_release>(),
         "Ends the pool's threads once no call uses them; the next call makes new ones.");
+  m.def("set_worker_cores", &set_worker_cores, "cores"_a, py::call_guard<py::gil_scoped_release>(),
+        "Binds the pool's threads to these cores from the next call on; none: to those of the thread that makes them.");
   m.def("_mask_features", &set_feature_mask, "features"_a, "Tests: behave as a processor with only these features.");
   m.def("_set_chunk", &set_chunk_elements, "elements"_a, "Tests: elements per task, a multiple of 64; 0 for default.");
   m.def("_chunk_count", &chunk_count, "n"_a, "chunk"_a, "Tests: chunks that cover n elements.");

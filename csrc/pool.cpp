@@ -10,6 +10,7 @@
 #include <system_error>
 #include <thread>
 
+#include "cores.h"
 #include "float_mode.h"
 #include "ranges.h"
 
@@ -75,7 +76,9 @@ class Pool {
   void grow(int helpers) {
     while (workers_ < helpers) {
       try {
-        std::thread([this] { serve(); }).detach();
+        std::thread worker([this] { serve(); });
+        bind_to_cores(worker);
+        worker.detach();
       } catch (const std::system_error&) {
         return;  // the system gives no more threads: those there are do all the work
       }
@@ -149,6 +152,11 @@ void set_chunk_elements(int64_t n) {
 
 void release_workers() {
   if (Pool* const current = g_pool.load()) current->release();
+}
+
+void set_worker_cores(const std::vector<int>& cores) {
+  choose_cores(cores);
+  release_workers();
 }
 
 int worker_count() {

@@ -2,6 +2,7 @@
 // ends; the calling thread is always one of those that work. A forked child starts afresh with threads of its own.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "ranges.h"
 
@@ -25,6 +26,10 @@ int64_t chunk_elements();             // elements per task of parallel_ranges
 void set_chunk_elements(int64_t n);   // tests: a multiple of 64, or 0 for the default
 int worker_count();                   // threads of the pool
 void release_workers();               // ends them, after the calls under way; the next call makes new ones
+
+// Binds workers, from the next call on and in children forked later, to these cores; none, the default: to those of
+// the thread that makes them. The calling thread, which works too, is the user's: it stays as it is.
+void set_worker_cores(const std::vector<int>& cores);
 
 // Calls function(begin, end) for the chunks of [0, n).
 template <class Function>

@@ -55,6 +55,10 @@ class FakeRuntime:
         else:
             self._streams[stream].put(operation)
 
+    def issue(self, stream, operation):
+        """What torch does of its own on this stream."""
+        self._put(stream, operation)
+
     def streamSynchronize(self, stream):
         done = threading.Event()
         self._put(stream, done.set)

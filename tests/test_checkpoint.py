@@ -151,7 +151,7 @@ def test_missing(tmp_path):
 def test_other_files_of_torch_are_told_apart(tmp_path, content):
     path = tmp_path / "other.pt"
     torch.save(content, path)
-    with pytest.raises(InputError, match="expected a file marked 'zofftk checkpoint 1'"):
+    with pytest.raises(InputError, match="expected a file marked 'zofftk checkpoint 2'"):
         load_checkpoint(path)
 
 
@@ -161,7 +161,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     path = tmp_path / "evil.pt"
-    torch.save({"format": "zofftk checkpoint 1", "step": Evil()}, path)
+    torch.save({"format": "zofftk checkpoint 2", "step": Evil()}, path)
     with pytest.raises(InputError):
         load_checkpoint(path)
     assert not (tmp_path / "ran").exists()

@@ -13,8 +13,9 @@ from zofftk import OffloadConfig
 def test_the_options_are_these():
     names = {field.name for field in dataclasses.fields(OffloadConfig)}
     link = {"bucket_bytes", "staging_slots", "wire_dtype", "pinned_bytes"}
+    ranks = {"process_group", "rank_timeout_s", "reduce_dtype"}
     policy = {"update", "delay_after", "backwards_per_step"}
-    assert names == link | policy | {"max_grad_norm", "loss_scale", "threads", "device", "trace"}
+    assert names == link | policy | ranks | {"max_grad_norm", "loss_scale", "threads", "device", "trace"}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,8 @@ def test_the_options_are_these():
         ("bucket_bytes", 1.5),
         ("staging_slots", 0),
         ("wire_dtype", torch.int8),
+        ("reduce_dtype", torch.bfloat16),
+        ("reduce_dtype", "float32"),
         ("threads", 0),
         ("pinned_bytes", -1),
     ],

@@ -27,6 +27,7 @@ def open_fake(*, pinned_bytes=None, keep_spans=False, kernels=host_kernels, **op
         runtime=runtime,
         compute_stream=lambda: 0,
         kernels=kernels,
+        on_stream=runtime.issue,
         pinned_bytes=pinned_bytes,
         keep_spans=keep_spans,
     )

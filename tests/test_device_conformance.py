@@ -12,7 +12,7 @@ import torch
 from tests.compare import assert_same_bits
 from tests.fake_cuda import FakeRuntime
 from zofftk.device import host_kernels
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Placement, Run
+from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Placement, Run
 from zofftk.device.clock import RaceError
 from zofftk.device.cuda import CudaDevice, open_cuda_device
 from zofftk.device.emulated import EmulatedDevice
@@ -21,12 +21,14 @@ from zofftk.layout import BLOCK_NUMEL, Piece
 
 def fake_cuda(**options):
     """The CUDA device on threads that behave like CUDA streams."""
+    runtime = FakeRuntime(**options)
     return CudaDevice(
         torch.device("cpu"),
         keep_spans=True,
-        runtime=FakeRuntime(**options),
+        runtime=runtime,
         compute_stream=lambda: 0,
         kernels=host_kernels,
+        on_stream=runtime.issue,
     )
 
 
@@ -192,6 +194,22 @@ def test_a_forked_child_is_told(device):
     os.waitpid(pid, 0)
     assert b"fork" in os.read(read_end, 1000)
     device.synchronize(device.record(HOST), "the parent is unharmed")
+
+
+def test_collectives_have_a_stream_of_their_own(device):
+    device.open_comm()
+    slot = device.buffer("slot", 8, torch.float32, "device")
+    wire = device.buffer("wire", 4, torch.float32, "host")
+    device.zero("zero", slot)
+    device.wait(COMM, device.record(COMPUTE), "zeroed")
+    own = slot.part(4, 4)
+    device.collective("add", lambda part, whole: part.copy_(whole[:4] + 2.0), own, slot)
+    with pytest.raises(RaceError, match="'down' on down reads slot, which 'add' on comm has written"):
+        device.copy_down("down", wire, own, [Run(0, 4)])
+    device.wait(DOWN, device.record(COMM), "added")
+    device.copy_down("down again", wire, own, [Run(0, 4)])
+    device.synchronize(device.record(DOWN), "wait")
+    assert wire.tensor.tolist() == [2.0] * 4
 
 
 def test_bandwidth_caps_stretch_copies(no_threads_left):

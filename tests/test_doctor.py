@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from zofftk import doctor
+from zofftk import doctor, threads
 from zofftk.doctor import Check, check_cores, check_cpu_adam, check_cupy, check_memory, check_page_locked, run_doctor
 from zofftk.host_memory import cgroup_memory_limit
 
@@ -74,6 +74,31 @@ def test_cores_fewer_than_the_machine_has(monkeypatch):
     check = check_cores()
     assert check.found == "8 of 64"
     assert "affinity" in check.advice
+
+
+def test_the_cores_of_a_rank(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("zofftk.cores.node_cores", lambda: {0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shares = iter([
+        threads.RankShare(0, 2, 4, {0, 1, 2, 3}, True, "0000:3B:00.0", 0),
+        threads.RankShare(1, 2, 4, {0, 2, 4, 6}, True, "0000:5E:00.0", None),
+        threads.RankShare(-1, 2, 4, set(range(8)), False, "", None),
+    ])  # fmt: skip
+    monkeypatch.setattr(threads, "rank_share", lambda ask_cuda: next(shares))
+    assert check_cores() == Check("cores", "4 of 8 for local rank 0 of 2: on 0-3, node 0; GPU 0000:3B:00.0 at node 0")
+    found = "4 of 8 for local rank 1 of 2: on 0,2,4,6, node 0-1; GPU 0000:5E:00.0 at node unknown"
+    assert check_cores() == Check("cores", found)
+    found = "4 of 8 for local rank unknown (set LOCAL_RANK) of 2: on 0-7, node 0-1, not split"
+    assert check_cores() == Check("cores", found)
+
+
+def test_the_cores_of_a_rank_on_this_machine(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    check = check_cores()
+    assert "for local rank 1 of 2: " in check.found
+    assert not check.advice
 
 
 def test_memory_below_the_machine_s(monkeypatch):

@@ -40,7 +40,7 @@ def test_matches_the_formulas_written_out():
     for layer in range(SMALL.layers):
         name = f"blocks.{layer}"
         qkv = linear(norm(x, f"{name}.norm_attention"), f"{name}.attention.qkv")
-        query, key, value = (part.unflatten(-1, (SMALL.heads, width)).transpose(1, 2) for part in qkv.chunk(3, -1))
+        query, key, value = (part.transpose(1, 2) for part in qkv.unflatten(-1, (SMALL.heads, 3, width)).unbind(-2))
         scores = (query @ key.transpose(-1, -2) / math.sqrt(width)).masked_fill(later, -torch.inf)
         x = x + linear((scores.softmax(-1) @ value).transpose(1, 2).flatten(2), f"{name}.attention.out")
         up = linear(norm(x, f"{name}.norm_mlp"), f"{name}.mlp.up")

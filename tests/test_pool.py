@@ -145,6 +145,52 @@ def test_flush_mode_of_the_caller_neither_matters_nor_changes(small_chunks):
     assert (torch.tensor([1e-40]) * 1.0).item() != 0.0
 
 
+ON_CORES = """
+torch.set_num_threads(1)
+mask = os.sched_getaffinity(0)
+one = [str(max(mask))]
+def lists_of_new_threads():
+    before = set(os.listdir("/proc/self/task"))
+    optimizer.step()
+    new = set(os.listdir("/proc/self/task")) - before
+    assert os.sched_getaffinity(0) == mask and _cpu_adam.worker_count() == len(new) == 1
+    return [open(f"/proc/self/task/{task}/status").read().partition("Cpus_allowed_list:")[2].split()[0] for task in new]
+p, optimizer = make()
+"""
+
+
+def test_workers_run_on_the_cores_they_are_given():
+    """From the next call on, in those made after a release, and in a fork; and the caller stays where it is."""
+    code = textwrap.dedent("""
+        unbound = lists_of_new_threads()
+        _cpu_adam.set_worker_cores([max(mask)])
+        assert lists_of_new_threads() == one
+        _cpu_adam.release_workers()
+        assert lists_of_new_threads() == one
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            assert lists_of_new_threads() == one
+            _cpu_adam.release_workers()
+            assert lists_of_new_threads() == one
+            _cpu_adam.set_worker_cores([])
+            os._exit(0 if lists_of_new_threads() == unbound else 3)
+        assert os.waitpid(pid, 0)[1] == 0
+        _cpu_adam.set_worker_cores([1023])  # no such core: the system refuses
+        assert lists_of_new_threads() == unbound
+        _cpu_adam.set_worker_cores([-5, 1 << 20])
+        assert lists_of_new_threads() == unbound
+        print(p.min().item() == p.max().item())
+    """)
+    assert child(STEP + ON_CORES + code).split() == ["True"]
+
+
+@pytest.mark.parametrize("cores", [None, "0", [1.5], [1 << 40]])
+def test_cores_are_numbers(cores):
+    with pytest.raises(TypeError):
+        _cpu_adam.set_worker_cores(cores)
+
+
 def test_torch_threads_stay(small_chunks):
     before = torch.get_num_threads(), os.sched_getaffinity(0)
     kernel_step(torch.ones(1000), torch.zeros(1000), torch.zeros(1000), torch.ones(1000), threads=3)

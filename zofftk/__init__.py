@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from zofftk.overlap import offload as offload
     from zofftk.saving import load as load
     from zofftk.saving import save as save
+    from zofftk.sharding.full import gather_full as gather_full
+    from zofftk.sharding.saving import load_sharded as load_sharded
+    from zofftk.sharding.saving import save_sharded as save_sharded
 
 __all__ = [
     "CPUAdamW",
@@ -32,9 +35,12 @@ __all__ = [
     "cpu_adam",
     "cpu_lion",
     "cpu_sgd",
+    "gather_full",
     "load",
+    "load_sharded",
     "offload",
     "save",
+    "save_sharded",
 ]
 
 _HOMES = {
@@ -45,9 +51,12 @@ _HOMES = {
     "OffloadConfig": "zofftk.config",
     "OffloadLion": "zofftk.offload_lion",
     "OffloadSGD": "zofftk.offload_sgd",
+    "gather_full": "zofftk.sharding.full",
     "load": "zofftk.saving",
+    "load_sharded": "zofftk.sharding.saving",
     "offload": "zofftk.overlap",
     "save": "zofftk.saving",
+    "save_sharded": "zofftk.sharding.saving",
 }
 
 try:

@@ -11,7 +11,7 @@ from zofftk.errors import InputError
 from zofftk.gpt_config import GPTConfig
 from zofftk.saving import load, save
 
-FORMAT = "zofftk checkpoint 1"
+FORMAT = "zofftk checkpoint 2"  # 1 had another order of the rows of `qkv`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +29,26 @@ class Checkpoint:
 
     def check_model(self, config: GPTConfig, model: nn.Module) -> None:
         """Raises for the first field or tensor that differs, so that nothing is half loaded."""
-        for name, expected in asdict(config).items():
-            if (saved := self.model_config.get(name)) != expected:
-                raise InputError(
-                    f"--resume: expected a model with {name}={expected}, the checkpoint has {name}={saved}"
-                )
+        self.check_config(config)
         expected_tensors = model.state_dict()
         for name in sorted(expected_tensors.keys() | self.model.keys()):
             expected, saved = _describe(expected_tensors.get(name)), _describe(self.model.get(name))
             if expected != saved:
                 raise InputError(f"--resume: {name}: expected {expected}, the checkpoint has {saved}")
+
+    def check_config(self, config: GPTConfig) -> None:
+        for name, expected in asdict(config).items():
+            if (saved := self.model_config.get(name)) != expected:
+                raise InputError(
+                    f"--resume: expected a model with {name}={expected}, the checkpoint has {name}={saved}"
+                )
+
+    def load_model(self, model: nn.Module) -> None:
+        """Before its optimizer is built, which takes its fp32 masters from it."""
+        model.load_state_dict(self.model)
+
+    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.load_state_dict(self.optimizer)
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

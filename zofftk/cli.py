@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from zofftk.errors import InputError
+from zofftk.errors import InputError, RankError
+from zofftk.launch import Launch, launched
 from zofftk.outputs import Outputs, run_folder
 from zofftk.presets import PRESETS
 from zofftk.train_config import DEVICES, DTYPES, UPDATES, TrainConfig
+
+if TYPE_CHECKING:
+    from zofftk.checkpoint import Checkpoint
 
 OPERATION_FAILED = 1
 USAGE_ERROR = 2
@@ -29,17 +33,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser(bench="bench" in arguments[:1]).parse_args(arguments)
         return options.run(options)
-    except InputError as error:
-        print(f"zofftk: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except (OSError, ImportError) as error:
-        if isinstance(error, ImportError) and error.name != "zofftk._cpu_adam":
+    except BaseException as error:
+        code = explain(error)
+        if code is None:
             raise
-        print(f"zofftk: error: {error}", file=sys.stderr)
-        return OPERATION_FAILED
-    except KeyboardInterrupt:
-        print("zofftk: interrupted", file=sys.stderr)
+        return code
+
+
+def explain(error: BaseException, who: str = "zofftk") -> int | None:
+    """Prints an error that is not this program's own fault in one line; the exit code, or None for others."""
+    if isinstance(error, KeyboardInterrupt):
+        print(f"{who}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    is_kernel = isinstance(error, ImportError) and error.name == "zofftk._cpu_adam"
+    if not (is_kernel or isinstance(error, InputError | OSError | RankError)):
+        return None
+    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    print(f"{who}: error: {error}{notes}", file=sys.stderr)
+    return USAGE_ERROR if isinstance(error, InputError) else OPERATION_FAILED
 
 
 def build_parser(*, bench: bool = False) -> argparse.ArgumentParser:
@@ -72,6 +83,9 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")
     what.add_argument("--device", choices=DEVICES, help="auto: a GPU where torch and CuPy reach one (default: auto)")
     what.add_argument("--seed", type=int, metavar="N", help="of the initial weights and the batches (default: 0)")
+    ranks = parser.add_argument_group("over many ranks (torchrun --nproc-per-node N -m zofftk train ...)")
+    ranks.add_argument("--tp", type=int, metavar="T", help="ranks that share each layer, tensor-parallel (default: 1)")
+    ranks.add_argument("--rank-timeout", type=float, metavar="S", help="seconds to wait for others (default: torch's)")
     where = parser.add_argument_group("what is kept")
     where.add_argument("--out", type=Path, metavar="FOLDER", help="parent of the run's folder (default: runs)")
     where.add_argument("--name", metavar="NAME", help="of the run's folder (default: preset and time)")
@@ -103,22 +117,51 @@ def run_train(options: argparse.Namespace) -> int:
     # times slower (2 cores: 0.24 s to 2.5 s). Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     given = vars(options)
+    ask = {"tp": given.get("tp", 1), "timeout_s": given.get("rank_timeout"), "device": given.get("device", "auto")}
+    with launched(**ask, explain=explain) as ranks:
+        return train_on(ranks, given)
+
+
+def train_on(ranks: Launch, given: dict[str, Any]) -> int:
     asked = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
     if "data" in asked:
         asked["data"] = tuple(os.path.abspath(file) for file in asked["data"])
-    if "resume" not in given:
-        config, checkpoint = TrainConfig.from_options(asked), None
-    else:
-        from zofftk.checkpoint import load_checkpoint
+    ranks.each(lambda: check_saves(ranks, given))
+    checkpoint = load_any_checkpoint(given["resume"], ranks) if "resume" in given else None
 
-        checkpoint = load_checkpoint(given["resume"])
-        config = TrainConfig(**checkpoint.config).resumed_with(asked)
-    folder = run_folder(given.get("out", Path("runs")), given.get("name"), config.preset)
-    outputs = Outputs(folder=folder, save=given.get("save"), save_every=given.get("save_every"))
+    def configure() -> TrainConfig:
+        if checkpoint is None:
+            return TrainConfig.from_options(asked)
+        return TrainConfig(**checkpoint.config).resumed_with(asked)
+
+    def outputs() -> Outputs:
+        folder = run_folder(given.get("out", Path("runs")), given.get("name"), config.preset)
+        save, save_every = given.get("save"), given.get("save_every")
+        return Outputs(folder=folder, save=save, save_every=save_every, of_ranks=ranks.size > 1)
+
+    config = ranks.here(configure)
+    kept = ranks.first(outputs)
 
     from zofftk.isa import check_isa
 
-    check_isa()
+    ranks.each(check_isa)
     from zofftk.train import train
 
-    return train(config, outputs, resume=checkpoint)
+    return train(config, kept, resume=checkpoint, ranks=ranks)
+
+
+def check_saves(ranks: Launch, given: dict[str, Any]) -> None:
+    for name in ("save", "save_every", "resume"):
+        if name in given and not ranks.can_save:
+            raise InputError(f"--{name.replace('_', '-')}: expected none with --tp, whose states are not saved yet")
+
+
+def load_any_checkpoint(path: Path, ranks: Launch) -> "Checkpoint":
+    """A file that one rank has written, or a folder that many have; either, on any number of ranks."""
+    from zofftk.sharding.atomic_folder import found
+
+    if ranks.first(lambda: found(path).is_dir()):
+        from zofftk.rank_checkpoint import load_rank_checkpoint as load
+    else:
+        from zofftk.checkpoint import load_checkpoint as load
+    return ranks.here(lambda: load(path))

@@ -19,26 +19,24 @@ def sum_blocks(segments: Sequence[HostSegment], out: Buffer) -> Callable[[], Non
     """A host task: the square sum of every parameter, from the statistics of its blocks, into `out`."""
 
     def task() -> None:
-        sums = out.tensor.numpy()
         for segment in segments:
-            params = sorted(segment.layout.param_blocks)
-            if segment.layout.num_blocks == 0:
-                sums[params] = 0.0
-                continue
-            blocks = [segment.layout.param_blocks[param] for param in params]
-            starts = np.array([first for first, _ in blocks], np.int64)
-            counts = np.array([num for _, num in blocks], np.int64)
-            result = np.empty(len(params), np.float64)
-            _cpu_adam.sum_runs(
-                segment.square_sums.data_ptr(),
-                starts.ctypes.data,
-                counts.ctypes.data,
-                len(params),
-                result.ctypes.data,
-            )
-            sums[params] = result
+            add_blocks(segment, segment.square_sums.numpy(), out.tensor.numpy())
 
     return task
+
+
+def add_blocks(segment: HostSegment, blocks: np.ndarray, sums: np.ndarray) -> None:
+    """The square sums of the segment's parameters, by index, from fp64 `blocks` in the order of the line."""
+    params = sorted(segment.layout.param_blocks)
+    if segment.layout.num_blocks == 0:
+        sums[params] = 0.0
+        return
+    places = [segment.layout.param_blocks[param] for param in params]
+    starts = np.array([first for first, _ in places], np.int64)
+    counts = np.array([num for _, num in places], np.int64)
+    result = np.empty(len(params), np.float64)
+    _cpu_adam.sum_runs(blocks.ctypes.data, starts.ctypes.data, counts.ctypes.data, len(params), result.ctypes.data)
+    sums[params] = result
 
 
 def global_norm(square_sums: Sequence[float]) -> float:

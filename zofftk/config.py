@@ -13,11 +13,14 @@ import torch
 from zofftk.loss_scale import LossScale
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from zofftk.device.base import Device
 
 MAX_THREADS = 4096
 UPDATES = ("synchronous", "delayed")
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCE_DTYPES = (torch.float32,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,16 @@ class OffloadConfig:
         backwards_per_step: announces how many backwards bring the gradients of a step. With 1, delayed values are
             exchanged behind the gradients inside backward, wherever that is right; a second backward after such an
             exchange and before the step is an error.
+        process_group: the ranks that train this model on different data and share its states (a
+            `torch.distributed` process group); None: all ranks, where `torch.distributed` is initialised. Where
+            parameters are DTensors (`parallelize_module`, on a mesh of one dimension): those with the same slices,
+            which None finds where the mesh is all ranks, or one of the two dimensions of a mesh of all ranks.
+            Those of `fully_shard` are taken too; with it, accumulate by `set_requires_gradient_sync(False)` in all
+            micro-batches but the last.
+        reduce_dtype: dtype in which gradients are summed over ranks; None: the wire's, which rounds each sum.
+            `torch.float32` rounds once, on the device, before a rank's part goes down: staging slots and what goes
+            between the ranks grow to 4 bytes an element, host and link stay as they are.
+        rank_timeout_s: how long a rank waits for the others before it gives up, in seconds; None: torch's default.
         threads: threads of the update; None: as many as the process may use.
         pinned_bytes: the most page-locked host memory to take (CUDA), in bytes; None: what the link's buffers need.
         device: a `Device` to run on instead of the one that fits the parameters (tests, planning).
@@ -53,6 +66,9 @@ class OffloadConfig:
     update: str = "synchronous"
     delay_after: int = 40
     backwards_per_step: int | None = None
+    process_group: dist.ProcessGroup | None = None
+    reduce_dtype: torch.dtype | None = None
+    rank_timeout_s: float | None = None
     threads: int | None = None
     pinned_bytes: int | None = None
     device: Device | None = None
@@ -67,6 +83,8 @@ class OffloadConfig:
             raise ValueError(f"staging_slots must be 1 or more, got {self.staging_slots!r}")
         if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"wire_dtype must be one of {_names(WIRE_DTYPES)} or None, got {self.wire_dtype!r}")
+        if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype must be {_names(REDUCE_DTYPES)} or None, got {self.reduce_dtype!r}")
         scale = self.loss_scale
         if not (scale is None or isinstance(scale, LossScale) or (_is_number(scale) and scale > 0)):
             raise ValueError(f"loss_scale must be a LossScale, a positive number or None, got {scale!r}")
@@ -77,6 +95,9 @@ class OffloadConfig:
         backwards = self.backwards_per_step
         if backwards is not None and (not _is_integer(backwards) or backwards < 1):
             raise ValueError(f"backwards_per_step must be 1 or more, or None, got {backwards!r}")
+        timeout = self.rank_timeout_s
+        if timeout is not None and not (_is_number(timeout) and timeout > 0):
+            raise ValueError(f"rank_timeout_s must be a positive number of seconds, or None, got {timeout!r}")
         if self.threads is not None and (not _is_integer(self.threads) or not 1 <= self.threads <= MAX_THREADS):
             raise ValueError(f"threads must be from 1 to {MAX_THREADS}, or None, got {self.threads!r}")
 

@@ -66,6 +66,8 @@ def check_cpu_adam() -> Check:
 
 def check_cores() -> Check:
     here = os.cpu_count() or 1
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return Check("cores", _cores_of_this_rank(here))
     try:
         usable = importlib.import_module("zofftk.threads").usable_threads()
     except (ImportError, AttributeError):
@@ -74,6 +76,19 @@ def check_cores() -> Check:
     if usable < here:
         return Check("cores", found, "this process may not use every core; widen its affinity mask or cgroup CPU quota")
     return Check("cores", found)
+
+
+def _cores_of_this_rank(here: int) -> str:
+    threads, cores = importlib.import_module("zofftk.threads"), importlib.import_module("zofftk.cores")
+    share = threads.rank_share(ask_cuda=True)
+    nodes = {node for node, of_node in cores.node_cores().items() if of_node & share.cores}
+    rank = share.rank if share.rank >= 0 else "unknown (set LOCAL_RANK)"
+    text = f"{share.threads} of {here} for local rank {rank} of {share.ranks}: on {cores.format_list(share.cores)}"
+    text += f", node {cores.format_list(nodes)}" if nodes else ""
+    text += "" if share.split else ", not split"
+    if share.gpu:
+        text += f"; GPU {share.gpu} at node {'unknown' if share.gpu_node is None else share.gpu_node}"
+    return text
 
 
 def check_memory() -> Check:

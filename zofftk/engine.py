@@ -23,30 +23,36 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from zofftk import clipping, gradients, update
 from zofftk.config import OffloadConfig
 from zofftk.deferred_interrupts import interrupts_deferred
-from zofftk.device.base import COMPUTE, DOWN, HOST, Device, Placement
+from zofftk.device.base import COMPUTE, HOST, Device
 from zofftk.device.closing import close_when_gone
 from zofftk.host_state import HostBucket, HostSegment, allocate_segment
 from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy, take_kept
+from zofftk.ranks.one import ADD, DROP, NORM, STEP, OneRank, Ranks
+from zofftk.ranks.slices import is_cut, local_of
 from zofftk.rules.base import Hyper, Rule
 from zofftk.staging import StagingRing
 from zofftk.threads import usable_threads
 from zofftk.totals import Totals
 from zofftk.way_up import WayUp
 
+if TYPE_CHECKING:
+    from zofftk.ranks.tensor_parallel import TensorParallel
+
 
 class Engine:
     """See the module. Parameters are known by their index, in the order they were added."""
 
-    def __init__(self, config: OffloadConfig, device: Device, rule: Rule) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, rule: Rule, ranks: Ranks | None = None) -> None:
         self.device = device
         self.config = config
         self.rule = rule  # whose name updates have on the host stream
@@ -55,18 +61,20 @@ class Engine:
         self.segments: list[HostSegment] = []
         self.buckets: list[HostBucket] = []
         self.ring = StagingRing(device, config.staging_slots)
-        self.way_up = WayUp(device, self.ring, self.managed)
+        self.ranks = ranks or OneRank(device)
+        self.tensor_parallel: TensorParallel | None = None
+        self.way_up = WayUp(device, self.ranks, self.ring, self.managed)
         self.totals = Totals(device, config.wire_dtype, self.threads)
         self.inbox: list[tuple[int, torch.Tensor]] = []  # from the hooks, see `hooks`
         self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
         self.renew: Callable[[int], None] = lambda index: None  # have another stand-in for what comes
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
         self._round = 0
-        self._norm_is_known = False
+        self._norm_is_known, self._has_met = False, True  # met: no gradient has come since all ranks did the same
         self.policies = [make_policy(config.update, config.delay_after)]  # the last one is in use
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
         self.inside = AtStep()
-        if config.backwards_per_step == 1:
+        if config.backwards_per_step == 1 and self.ranks.size == 1:
             self.inside = InsideBackward(device, self.ring, self.managed, self.policies)
         close_when_gone(self.way_up, device, (self.segments, self.ring.slots))
 
@@ -84,30 +92,34 @@ class Engine:
         if not tensors:
             return []
         self.land_all()
+        if self.buckets and self.ranks.size > 1:
+            self.meet(ADD)  # an open round would end with other buckets than the same round on another rank
+        self.ranks.join(tensors, names)
+        is_first = self.tensor_parallel is None or self.tensor_parallel.join(tensors, names)
         first = len(self.managed)
         wires = [self.config.wire_dtype or tensor.dtype for tensor in tensors]
         specs = [
-            ParamSpec(i, tensor.numel(), str(wire), wire.itemsize)
+            ParamSpec(i, local_of(tensor).numel(), str(wire), wire.itemsize)
             for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True), first)
         ]
-        layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs))
-        self.ring.reserve(*layout.slot_size())
-        segment = allocate_segment(self.device, layout, len(self.buckets), states)
+        layout = build_layout(specs, self.config.bucket_bytes or default_bucket_bytes(specs), self.ranks.size)
+        self.ring.reserve(*layout.slot_size(self.ranks.packed_as(torch.uint8).itemsize))
+        segment = allocate_segment(self.device, layout, len(self.buckets), states, self.ranks.rank)
         if isinstance(self.policy, Delayed):
             segment.have_spares(self.device)
         self.segments.append(segment)
         self.buckets += segment.buckets
+        self.ranks.add(segment.buckets)
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
-            buckets = [bucket for bucket in segment.buckets if i in bucket.pieces]
-            self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire))
+            buckets = [bucket for bucket in segment.buckets if i in bucket.params]
+            is_copy = not is_first and not is_cut(tensor)
+            self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire, is_copy=is_copy))
         self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:
-            self.device.load(f"load: {bucket.label}", bucket.whole, self._tensors_of(bucket.whole), bucket.master)
+            own = [self.managed[piece.param].local for piece in bucket.own.pieces]
+            self.device.load(f"load: {bucket.label}", bucket.own, own, bucket.master)
         return self.managed[first:]
-
-    def _tensors_of(self, placement: Placement) -> list[torch.Tensor]:
-        return [self.managed[piece.param].tensor for piece in placement.pieces]
 
     # -- during backward ---------------------------------------------------------------------------------------
 
@@ -146,7 +158,7 @@ class Engine:
                     f"the gradient of {managed.name} was used by step() and is gone, so nothing can be added to it: "
                     "call zero_grad() before the next backward"
                 )
-            self._gather(managed, grad)
+            self._gather(managed, grad := managed.to_slice(grad))
             waiting = [bucket for bucket in managed.buckets if index in bucket.waiting]
             if waiting:
                 own = grad.clone()
@@ -156,20 +168,21 @@ class Engine:
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
         self.way_up.land_before_backward(managed)
         managed.comes_again |= managed.gathered is Gathered.LIVE or managed.round == self._round
-        if managed.round == self._round:
+        if managed.round == self._round or any(map(self.ranks.has_left, managed.buckets)):
             self.close_round()  # it fires again: a new backward, or a second use inside this one
         managed.round = self._round
         managed.gathered = Gathered.LIVE
         self.outstanding[managed.index] = 1
-        self._norm_is_known = False
-        if grad.dtype is not managed.wire and self.totals.takes(managed, grad):
+        self._norm_is_known, self._has_met = False, False
+        if grad.dtype is not managed.wire and self.ranks.size == 1 and self.totals.takes(managed, grad):
             self.totals.add_wide(managed, grad)
             return
         for bucket in managed.buckets:
             bucket.waiting[managed.index] = grad
-            if len(bucket.waiting) == len(bucket.pieces):
-                self._launch(bucket)
-                self.inside.exchange(bucket)
+            if len(bucket.waiting) == len(bucket.params):
+                for full in self.ranks.in_turn(bucket):
+                    self._launch(full)
+                    self.inside.exchange(full)
 
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
@@ -188,28 +201,34 @@ class Engine:
     def close_round(self) -> None:
         """Send the buckets on their way that not all parameters of have arrived in."""
         self.deliver()
-        for bucket in self.buckets:
-            if bucket.waiting:
-                self._launch(bucket)
+        for bucket in self.ranks.last_of_round():
+            self._launch(bucket)
         self._round += 1
+
+    def meet(self, does: float) -> None:
+        """Take part in what others have begun, until all are at the same point; first what is on its way up."""
+        if self.ranks.size > 1:
+            self.way_up.land_all()
+        self.close_round()
+        while self.ranks.others_go_on(does, knows_norm=self._norm_is_known):
+            for bucket in self.ranks.round_of_others():
+                self._launch(bucket)
+            self._norm_is_known = False
+        self._has_met = True
 
     def _launch(self, bucket: HostBucket) -> None:
         if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
             self.totals.add(bucket)
-        present = set(bucket.waiting)
-        bucket.zero -= present
+        bucket.zero -= bucket.waiting.keys()
         slot = self.ring.acquire(COMPUTE)
-        data = slot.typed(bucket.wire.tensor.dtype)
-        placement = bucket.placement(present)
-        gradients = [bucket.waiting[piece.param] for piece in placement.pieces]
-        self.device.pack(f"pack: {bucket.label}", placement, gradients, data, slot.square_sums)
-        bucket.waiting.clear()
-        self.device.wait(DOWN, self.device.record(COMPUTE), f"packed: {bucket.label} must be complete before it leaves")
-        self.device.copy_down(f"down: {bucket.label}", bucket.wire, data, bucket.runs(present))
-        self.device.copy_down(
-            f"down: {bucket.label} statistics", bucket.square_sums, slot.square_sums, bucket.block_runs(present)
-        )
-        bucket.arrived = self.device.record(DOWN)
+        data = slot.typed(bucket.bucket, self.ranks.packed_as(bucket.wire.tensor.dtype))
+        present = self.ranks.fill(bucket, data)
+        if bucket.waiting:
+            placement = bucket.placement(bucket.waiting.keys())
+            gradients = [bucket.waiting[piece.param] for piece in placement.pieces]
+            self.device.pack(f"pack: {bucket.label}", placement, gradients, data, slot.square_sums)
+            bucket.waiting.clear()
+        bucket.arrived = self.ranks.bring_down(bucket, slot, data, present)
         bucket.sent.pop(bucket.wire, None)  # its pack came after the copy back of what was sent
         bucket.on_wire = present
         self.ring.release(slot, bucket.arrived)
@@ -218,6 +237,9 @@ class Engine:
 
     def name(self, index: int) -> str:
         return self.managed[index].name
+
+    def copied_gradient(self, index: int) -> torch.Tensor | None:
+        return gradients.copied(self, index)
 
     def scale_gradient(self, index: int, factor: float) -> None:
         """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
@@ -251,48 +273,43 @@ class Engine:
             bucket.zero.add(index)
 
     def norm(self, index: int) -> float:
-        """L2 norm of the gathered gradient of one parameter; waits for it."""
         self.take_norms()
-        return math.sqrt(self._square_sum(self.managed[index]))
+        return math.sqrt(self.managed[index].gathered_square_sum)
 
-    def _square_sum(self, managed: Managed) -> float:
-        """Of the gathered gradient as it stands now: zeroed or scaled since its statistics were taken."""
-        bucket = managed.buckets[0]
-        if managed.index in bucket.zero:
-            return 0.0
-        return managed.square_sum * bucket.scale.get(managed.index, 1.0) ** 2
-
-    def take_norms(self) -> None:
+    def take_norms(self, *, at_step: bool = False) -> None:
         """Fetch the square sum of every gradient from the host stream, once for each set of gradients."""
-        self.close_round()
-        if self._norm_is_known:
+        self.meet(STEP if at_step else NORM)
+        if self._norm_is_known and not self.ranks.has_news:
             return
         for bucket in self.buckets:
             if bucket.summed:
                 self.totals.take_statistics(bucket)
-        self.device.wait(HOST, self.device.record(DOWN), "arrived with statistics: the norm needs those of all buckets")
-        sums = [bucket.square_sums for bucket in self.buckets]
-        self.device.host_task("norm", clipping.sum_blocks(self.segments, self._norms), reads=sums, writes=[self._norms])
+        self.ranks.take_norms(self.segments, self.managed, self._norms)
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.combine_norms(self.managed, self._norms)
         self.device.synchronize(self.device.record(HOST), "wait for gradients: the norm needs all of them")
+        self.ranks.settle(self.managed, at_step=at_step)
         for managed, square_sum in zip(self.managed, self.device.value("norm", self._norms), strict=True):
-            if managed.gathered is Gathered.LIVE:
-                managed.square_sum = float(square_sum) / self.loss_scale**2
+            if managed.is_live:
+                managed.square_sum = float(square_sum) * managed.buckets[0].average ** 2 / self.loss_scale**2
         self._norm_is_known = True
 
     # -- the update --------------------------------------------------------------------------------------------
 
-    def step(self, hypers: Mapping[int, Hyper], *, early: bool = False) -> float:
-        """Update every parameter that has a gradient; returns the norm of all gradients, before clipping.
+    def step(self, hypers: Mapping[int, Hyper], *, early: bool = False) -> float | None:
+        """Update every parameter that has a gradient; returns the norm of all gradients before clipping, if any are.
 
         Where the norm is not finite, nothing changes. With `early`, returns while the update runs; a parameter then
         lands before it is read.
         """
         self.land_all()
-        self.take_norms()
+        self.take_norms(at_step=True)
+        live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
+        if not live:
+            return None
         if not self.policy.is_late:
             self.exchange(take_kept(self.policy))  # loaded from a run that was late
-        live = [m for m in self.managed if m.gathered is Gathered.LIVE and m.index in hypers]
-        norm = clipping.global_norm([self._square_sum(managed) for managed in live])
+        norm = clipping.global_norm([managed.gathered_square_sum for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
         self.inside.end_step(live)
         self.exchange(self.policy.exchange(updates), early=early)
@@ -318,13 +335,13 @@ class Engine:
         for managed in live:
             managed.step += 1
             managed.filled.update(hypers[managed.index].states)
-            managed.square_sum = self._square_sum(managed)  # what is left of the gradient once it is used
+            managed.square_sum = managed.gathered_square_sum  # what is left of the gradient once it is used
         threads = max(1, self.threads - 1) if beside else self.threads
         # What comes late is exchanged behind backward, which begins with the last layers; forward needs the first ones.
         buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
         started = [self._update(bucket, hypers, coefficient, threads) for bucket in buckets]
         for managed in live:
-            managed.gathered = Gathered.SPENT
+            managed.gathered, managed.elsewhere = Gathered.SPENT, False
             self.outstanding[managed.index] = 0
         return [updated for updated in started if updated is not None]
 
@@ -349,7 +366,6 @@ class Engine:
 
     @property
     def is_exchanging(self) -> bool:
-        """New values are on their way, or wait on the host."""
         return bool(self.way_up.in_flight or self.way_up.updated or self.policy.kept or self.inside.is_exchanging)
 
     def land_all(self) -> None:
@@ -357,21 +373,23 @@ class Engine:
         self.inside.land_all()
         self.way_up.land_all()
 
+    def restart(self) -> None:
+        """All gradients have been dropped, on every rank."""
+        self.inside.restart()
+        if self.ranks.size > 1:
+            if not self._has_met:
+                self.meet(DROP)  # or what is dropped here would be added to what comes next there
+            for bucket in self.buckets:
+                bucket.forget(set(bucket.params))
+
     def drop(self) -> None:
-        """Nothing will arrive any more: parameters keep the values they have."""
+        """Nothing will arrive any more: parameters keep the values they have, and the other ranks are let go."""
+        self.ranks.close()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.close()
         self.inside.drop()
         self.way_up.drop()
-
-    # -- between steps -----------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """The caller may read the host states: nothing on the host stream is unfinished."""
         self.device.synchronize(self.device.record(HOST), "finish: the host's states must be final")
-
-    def copied_gradient(self, index: int) -> torch.Tensor | None:
-        """What a deep copy of the parameter has as its gradient."""
-        self.deliver()
-        managed = self.managed[index]
-        if managed.gathered is not Gathered.LIVE:
-            return None
-        return gradients.read(self, managed).to(managed.tensor.device, managed.tensor.dtype)

@@ -7,3 +7,7 @@ class InputError(ValueError):
 
 class StoppedError(RuntimeError):
     """A stream has failed before; the fault itself was raised then, once."""
+
+
+class RankError(RuntimeError):
+    """Another rank is gone, held up, or has parted from this one; the message names it."""

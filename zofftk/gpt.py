@@ -1,6 +1,7 @@
 """A GPT-2-like language model: pre-norm blocks, learned positions, output head tied to the token embedding."""
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,16 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        # Head by head, so that a range of its rows is whole heads: that is what tensor parallelism cuts.
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
-        qkv = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x).view(batch, seq, -1, 3, hidden // self.heads)
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class MLP(nn.Module):
@@ -63,19 +65,29 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        logits = F.linear(self.norm(self.through_blocks(x)), self.tokens.weight)
+        return logits if targets is None else mean_loss(logits, targets)
+
+    def through_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.config.recompute else block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        if targets is None:
-            return logits
-        # A 16-bit log-softmax would round the loss to about two digits.
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return x
 
 
-def build_gpt(config: GPTConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> GPT:
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    # A 16-bit log-softmax would round the loss to about two digits.
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+G = TypeVar("G", bound=GPT)
+
+
+def build_gpt(
+    config: GPTConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu", kind: type[G] = GPT
+) -> G:
     """The model with GPT-2's initial values, which depend on the seed alone: a 16-bit model is the rounded fp32 one."""
     with torch.device("meta"):
-        model = GPT(config).to(dtype)
+        model = kind(config).to(dtype)
     model = model.to_empty(device=device)
     initialise(model, seed)
     return model

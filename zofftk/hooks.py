@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zofftk.ranks.slices import is_sliced, local_of
 from zofftk.validation import check_gradient
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
     strided = torch.strided
     outstanding = taker.outstanding
     in_flight = taker.way_up.in_flight
-    is_large = param.numel() * param.dtype.itemsize >= LARGE_BYTES
+    has_slice = is_sliced(param)
+    is_large = local_of(param).numel() * param.dtype.itemsize >= LARGE_BYTES
     # An exchange inside backward is for the backward that has brought the gradient, and not for one after it.
     at_once = is_large or taker.inside.needs_each
 
@@ -45,6 +47,8 @@ def attach(taker: Engine, index: int, param: torch.Tensor, stand_ins: Sequence[t
         if grad.layout is not strided:
             param.grad = None
             check_gradient(grad, taker.name(index))
+        if has_slice:
+            grad = taker.managed[index].to_slice(grad)
         inbox.append((index, grad))
         # At once also where it replaces one that was gathered, and where new values are still to land.
         if at_once or len(inbox) >= INBOX_SIZE or outstanding[index] or in_flight:

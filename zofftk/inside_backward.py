@@ -20,6 +20,7 @@ from zofftk.device.base import Device
 from zofftk.host_state import HostBucket
 from zofftk.managed import Gathered, Managed
 from zofftk.policies import Policy
+from zofftk.ranks.one import OneRank
 from zofftk.staging import StagingRing
 from zofftk.way_up import WayUp
 
@@ -59,7 +60,7 @@ class InsideBackward(AtStep):
     needs_each = True
 
     def __init__(self, device: Device, ring: StagingRing, managed: Sequence[Managed], policies: list[Policy]) -> None:
-        self.way_up = WayUp(device, ring, managed, kept_free=1)  # gradients always find a slot
+        self.way_up = WayUp(device, OneRank(device), ring, managed, kept_free=1)  # gradients always find a slot
         self._managed = managed
         self._policies = policies
         self._tasks: set[int] = set()  # graph tasks that have brought gradients since the last step

@@ -13,15 +13,16 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[StopRequest]:
-    """Inside the block the first SIGINT sets `made`; a second raises KeyboardInterrupt as usual."""
+def stop_on_interrupt(*, says: bool = True) -> Iterator[StopRequest]:
+    """Inside the block the first SIGINT sets `made`, and says so; a second raises KeyboardInterrupt as usual."""
     request = StopRequest()
 
     def remember(signum: int, frame: object) -> None:
         request.made = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # A plain write: printing is not safe while the interrupted code may be printing itself.
-        os.write(2, b"\nFinishing this step, then saving. Ctrl-C again aborts without saving.\n")
+        if says:
+            os.write(2, b"\nFinishing this step, then saving. Ctrl-C again aborts without saving.\n")
 
     previous = signal.signal(signal.SIGINT, remember)
     try:

@@ -91,7 +91,7 @@ def load(engine: Engine, saved: dict[str, Any] | None, params: Sequence[torch.Te
     late = {managed.index for managed in engine.managed if id(managed.tensor) in tensors}
     for segment in {id(engine.managed[index].segment): engine.managed[index].segment for index in late}.values():
         segment.have_spares(engine.device)
-    updates = [_kept_update(engine, bucket, late & bucket.pieces.keys()) for bucket in engine.buckets]
+    updates = [_kept_update(engine, bucket, late & bucket.params) for bucket in engine.buckets]
     engine.policy.kept = {update.bucket: update for update in updates if update.present}
 
 
@@ -102,9 +102,9 @@ def _kept_update(engine: Engine, bucket: HostBucket, present: set[int]) -> Updat
         if (sent := bucket.sent.get(wire)) is not None:
             engine.device.synchronize(sent, f"load: what was late in {bucket.label} must have left")
         engine.device.touch(f"load: {bucket.label}", reads=[bucket.master], writes=[wire])
-    for index in present:
-        piece = bucket.pieces[index]
+    for piece in bucket.pieces_of(present):
         part = slice(piece.offset, piece.offset + piece.numel)
         wire.tensor[part].copy_(bucket.master.tensor[part])
+    for index in present:
         engine.managed[index].is_loaded = True
     return Update(bucket, present, wire, engine.device.record(HOST))

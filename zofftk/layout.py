@@ -4,6 +4,9 @@ Parameters are laid out one after the other, last first, because backward delive
 A bucket is a consecutive range of that line which holds one wire dtype; a parameter that does not fit into the
 rest of a bucket is cut at a multiple of BLOCK_NUMEL elements from its start, so a block of the gradient statistics
 never lies in two buckets and the norm does not depend on the bucket size.
+
+Over several ranks, a bucket is as many such ranges as there are ranks, its shards, padded to one length: each rank
+keeps the states of its own shard, in an arena of its own.
 """
 
 from __future__ import annotations
@@ -45,42 +48,63 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """What one rank keeps of a bucket."""
+
+    start: int  # first element in the rank's host arena
+    numel: int  # padding included; the same for all shards of a bucket
+    first_block: int  # in the rank's statistics
+    num_blocks: int
+    pieces: tuple[Piece, ...]  # counted from the start of the shard
+
+
+@dataclass(frozen=True)
 class Bucket:
-    """What travels in one copy."""
+    """What travels in one copy, or in one collective."""
 
     wire: str
     itemsize: int
-    start: int  # first element in the host arena
-    numel: int  # padding included
-    first_block: int  # in the host's statistics
+    shards: tuple[Shard, ...]  # by rank
+    numel: int  # of all shards
     num_blocks: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # of all shards, counted from the start of the bucket
+
+    @property
+    def params(self) -> frozenset[int]:
+        return frozenset(piece.param for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class Layout:
     buckets: tuple[Bucket, ...]
-    param_start: dict[int, int]  # first element of each parameter in the host arena; its pieces follow one another
-    param_blocks: dict[int, tuple[int, int]]  # first block and number of blocks of each parameter
-    numel: int  # of the host arena, padding included
-    num_blocks: int
+    param_blocks: dict[int, tuple[int, int]]  # first block and number of blocks of each parameter, over all ranks
+    numel: int  # of a rank's host arena, padding included: the same on every rank
+    num_blocks: int  # of all ranks
+    rank_blocks: tuple[int, ...]  # blocks of each rank's statistics
 
-    def slot_size(self) -> tuple[int, int]:
-        """Bytes and blocks that hold any one bucket; the bytes are whole elements of every dtype."""
-        nbytes = _round_up(max(bucket.numel * bucket.itemsize for bucket in self.buckets), ALIGN_NUMEL)
+    def slot_size(self, itemsize: int = 1) -> tuple[int, int]:
+        """Bytes and blocks that hold any one bucket, in elements of `itemsize` bytes or more; whole ones always."""
+        nbytes = _round_up(max(bucket.numel * max(bucket.itemsize, itemsize) for bucket in self.buckets), ALIGN_NUMEL)
         return nbytes, max(bucket.num_blocks for bucket in self.buckets)
 
 
-def build_layout(specs: Sequence[ParamSpec], bucket_bytes: int) -> Layout:
+def build_layout(specs: Sequence[ParamSpec], bucket_bytes: int, num_ranks: int = 1) -> Layout:
     """Lay out `specs` in buckets of about `bucket_bytes`: whole blocks, and at least one."""
-    line = _Line()
+    line = _Line(num_ranks)
     for wire, itemsize in sorted({(spec.wire, spec.itemsize) for spec in specs}):
+        own = [spec for spec in specs if spec.wire == wire]
         line.wire, line.itemsize = wire, itemsize
-        line.capacity = max(1, bucket_bytes // (itemsize * BLOCK_NUMEL)) * BLOCK_NUMEL
-        for spec in reversed([spec for spec in specs if spec.wire == wire]):
+        line.open(own, max(1, bucket_bytes // (itemsize * num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL)
+        for spec in reversed(own):
             line.append(spec)
         line.close_bucket()
-    return Layout(tuple(line.buckets), line.param_start, _param_blocks(line.buckets), line.arena_numel, line.next_block)
+    return Layout(
+        tuple(line.buckets),
+        _param_blocks(line.buckets),
+        line.arena_numel,
+        sum(line.rank_blocks),
+        tuple(line.rank_blocks),
+    )
 
 
 def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
@@ -92,16 +116,34 @@ def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
 class _Line:
     """The line while it is being laid: closed buckets, and the one that is still open."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.wire, self.itemsize = "", 1
-        self.capacity = BLOCK_NUMEL
-        self.next_block = 0
+        self.largest = self.capacity = BLOCK_NUMEL  # of a shard: the most, and that of the open bucket
+        self.to_come = 0  # elements that no closed bucket holds
         self.buckets: list[Bucket] = []
-        self.param_start: dict[int, int] = {}
         self.arena_numel = 0
-        self._open_empty_bucket()
+        self.rank_blocks = [0] * num_ranks
+        self._filled: list[list[Piece]] = []  # the shards of the open bucket
+        self._open_shard()
 
-    def _open_empty_bucket(self) -> None:
+    def open(self, specs: Sequence[ParamSpec], largest: int) -> None:
+        """Begin with what has a wire dtype, in shards of at most `largest` elements."""
+        self.largest = largest
+        self.to_come = sum(_round_up(spec.numel, ALIGN_NUMEL) for spec in specs)
+        self._choose_capacity()
+
+    def _choose_capacity(self) -> None:
+        """Elements of a shard: whole blocks. Over several ranks, what is to come is spread over the shards it needs,
+        so that all ranks hold about as much."""
+        num_ranks = len(self.rank_blocks)
+        self.capacity = self.largest
+        if num_ranks > 1:
+            num_buckets = max(1, -(-self.to_come // (self.largest * num_ranks)))
+            even = _round_up(-(-self.to_come // (num_buckets * num_ranks)), BLOCK_NUMEL)
+            # A shard ends with a whole block or a parameter, so it may hold up to one block less than it could.
+            self.capacity = min(self.largest, even + (BLOCK_NUMEL if num_buckets == 1 else 0))
+
+    def _open_shard(self) -> None:
         self.pieces: list[Piece] = []
         self.offset = 0
         self.block = 0
@@ -118,33 +160,59 @@ class _Line:
                 self._append_piece(spec, start, stop)
             start = stop
             if start < spec.numel:
-                self.close_bucket()
+                self._close_shard()
 
     def _append_piece(self, spec: ParamSpec, start: int, stop: int) -> None:
-        self.param_start.setdefault(spec.index, self.arena_numel + self.offset)
         piece = Piece(spec.index, start, stop, self.offset, self.block)
         self.pieces.append(piece)
         self.offset += piece.numel
         self.block += piece.num_blocks
 
+    def _close_shard(self) -> None:
+        self._filled.append(self.pieces)
+        self._open_shard()
+        if len(self._filled) == len(self.rank_blocks):
+            self._close_filled()
+
     def close_bucket(self) -> None:
+        """The end of the line, or of a wire dtype."""
         if self.pieces:
-            pieces = tuple(self.pieces)
-            self.buckets.append(
-                Bucket(self.wire, self.itemsize, self.arena_numel, self.offset, self.next_block, self.block, pieces)
-            )
-            self.next_block += self.block
-            self.arena_numel = _round_up(self.arena_numel + self.offset, ALIGN_NUMEL)
-        self._open_empty_bucket()
+            self._close_shard()
+        if self._filled:
+            self._close_filled()
+
+    def _close_filled(self) -> None:
+        shards, pieces = self._filled, []
+        numel = max((piece.offset + piece.numel for shard in shards for piece in shard), default=0)
+        if len(self.rank_blocks) > 1:
+            numel = _round_up(numel, ALIGN_NUMEL)
+        made, block = [], 0
+        for rank, shard in enumerate([*shards, *([] for _ in range(len(self.rank_blocks) - len(shards)))]):
+            num_blocks = sum(piece.num_blocks for piece in shard)
+            made.append(Shard(self.arena_numel, numel, self.rank_blocks[rank], num_blocks, tuple(shard)))
+            pieces += [
+                Piece(piece.param, piece.start, piece.stop, rank * numel + piece.offset, block + piece.block)
+                for piece in shard
+            ]
+            self.rank_blocks[rank] += num_blocks
+            block += num_blocks
+        self.buckets.append(Bucket(self.wire, self.itemsize, tuple(made), numel * len(made), block, tuple(pieces)))
+        self.arena_numel = _round_up(self.arena_numel + numel, ALIGN_NUMEL)
+        self.to_come -= sum(_round_up(piece.numel, ALIGN_NUMEL) for piece in pieces)
+        self._filled = []
+        self._choose_capacity()
 
 
 def _param_blocks(buckets: Sequence[Bucket]) -> dict[int, tuple[int, int]]:
+    """Blocks are counted along the line: bucket by bucket, shard by shard."""
     blocks: dict[int, tuple[int, int]] = {}
+    before = 0
     for bucket in buckets:
         for piece in bucket.pieces:
-            first, num = blocks.get(piece.param, (bucket.first_block + piece.block, 0))
-            assert first + num == bucket.first_block + piece.block  # the pieces' blocks follow one another
+            first, num = blocks.get(piece.param, (before + piece.block, 0))
+            assert first + num == before + piece.block  # the pieces' blocks follow one another
             blocks[piece.param] = (first, num + piece.num_blocks)
+        before += bucket.num_blocks
     return blocks
 
 

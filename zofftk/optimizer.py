@@ -19,19 +19,21 @@ from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.opening import device_for
 from zofftk.engine import Engine, Gathered, Managed
 from zofftk.errors import StoppedError
+from zofftk.gradient_access import GradientAccess
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
 from zofftk.policies import kept_params
+from zofftk.ranks.opening import check_later, check_ranks, open_ranks, open_tensor_parallel
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
 from zofftk.state_dict import entries_of_others, groups_to_load, match_states, on_host
-from zofftk.validation import check_gradient, check_memory, check_param, parameter_name
+from zofftk.validation import check_memory, check_param, parameter_name
 
 
-class OffloadOptimizer(Reporting, torch.optim.Optimizer):
+class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
     """An optimizer whose fp32 states live on the host, updated there by all cores: see `OffloadAdamW` and its sisters.
 
     Gradients leave the device while backward runs; `p.grad` then holds a stand-in that answers `clip_grad_norm_`,
@@ -62,8 +64,11 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
-        device = merged.device or device_for(self._all_params(), merged)
-        self._engine = Engine(merged, device, self.rule)
+        params = self._all_params()
+        check_ranks(merged, params)
+        device = merged.device or device_for(params, merged)
+        self._engine = Engine(merged, device, self.rule, open_ranks(merged, device, params))
+        self._engine.tensor_parallel = open_tensor_parallel(merged, device, params)
         self._stand_ins = StandIns(self._engine)
         self._engine.loss_scale = self._scale.value
         self._manage([param for param in self._all_params() if param.requires_grad])
@@ -80,6 +85,8 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                 check_param(param, parameter_name(group, len(self.param_groups) - 1, number))
             names = self._names()
             check_memory(self._all_params(), [names[id(param)] for param in self._all_params()])
+            if self._engine is not None:
+                check_later([p for other in self.param_groups[:-1] for p in other["params"]], group["params"])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -145,15 +152,17 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         engine.deliver()
         engine.land_all()
         self._replacements.check(engine)
-        self._manage([param for param in self._all_params() if param.grad is not None])
+        is_alone = engine.ranks.size == 1  # others may have a gradient of what was unfrozen where this one has none
+        self._manage([p for p in self._all_params() if p.grad is not None or (p.requires_grad and not is_alone)])
         for managed in self._managed.values():
             self._stand_ins.collect(managed)
-        if not any(managed.gathered is Gathered.LIVE for managed in engine.managed):
+        if not (engine.managed and (not is_alone or any(m.gathered is Gathered.LIVE for m in engine.managed))):
             return
         for group in self.param_groups:
             self.rule.check_group(group)
         states.take_over_edits(engine, self.rule, self.state, at_step=True)
-        norm = engine.step(self._hypers(engine), early=bool(self.overlaps))
+        if (norm := engine.step(self._hypers(engine), early=bool(self.overlaps))) is None:
+            return  # no rank has a gradient
         self.last_grad_norm = norm
         self._steps += 1
         self.last_step_skipped = not math.isfinite(norm)
@@ -215,7 +224,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
                 elif managed.gathered is Gathered.SPENT:
                     self._stand_ins.renew_if_kept(managed.index)
             engine.inside.land_all()  # of a backward that has failed
-            engine.inside.restart()
+            engine.restart()
         with torch._C.DisableTorchFunctionSubclass():  # quicker where parameters are `pending`, whose values it leaves
             super().zero_grad(set_to_none)
 
@@ -253,52 +262,7 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         self._manage([param for param in self._all_params() if param.requires_grad])  # unfrozen since?
         return loss * self._scale.value
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the coming step; 1 where the option `loss_scale` was not given."""
-        return self._scale.value
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps so far whose gradients were not finite; they changed nothing."""
-        return self._scale.skipped_steps
-
     # -- what can be asked -------------------------------------------------------------------------------------
-
-    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient gathered for the next step: fp32, on the host, in the parameter's shape."""
-        managed = self._managed_of(param, "grad")
-        (engine := self._require_engine()).deliver()
-        if param.grad is not self._stand_ins[managed.index]:  # dropped, or put there by hand
-            grad = param.grad
-            return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True) / self._scale.value
-        return gradients.read(engine, managed) if managed.gathered is Gathered.LIVE else None
-
-    def set_grad(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Have the next step use this gradient, in place of what was gathered; the counterpart of `grad`.
-
-        Args:
-            param: a trainable parameter of this optimizer.
-            grad: of its shape, any real floating-point dtype, on any device; it keeps its precision on the way. Not
-                scaled by a loss scale.
-        """
-        managed = self._managed_of(param, "set_grad")
-        if grad.shape != managed.shape:
-            raise ValueError(f"set_grad() expects a gradient of shape {tuple(managed.shape)}, got {tuple(grad.shape)}")
-        check_gradient(grad, managed.name)
-        engine = self._require_engine()
-        engine.deliver()
-        scale = self._scale.value
-        own = grad.detach().clone() if scale == 1.0 else grad.detach().float() * scale
-        engine.take(managed.index, own.to(managed.device))
-        self._stand_ins.put(managed.index)
-
-    def _managed_of(self, param: torch.Tensor, method: str) -> Managed:
-        if id(param) not in self._managed and param.requires_grad:
-            self._manage([own for own in self._all_params() if own is param])  # unfrozen since?
-        if (managed := self._managed.get(id(param))) is None:
-            raise ValueError(f"{method}() expects a trainable parameter of this optimizer")
-        return managed
 
     def refresh(self) -> None:
         """Take over weights that were written into the parameters without moving their version counter (`p.data`).
@@ -352,6 +316,14 @@ class OffloadOptimizer(Reporting, torch.optim.Optimizer):
         late = None if self._engine is None else lateness.state(self._engine, self._all_params())
         extras = {"loss_scale": self._scale.state(), "delayed": late}
         return carried.attach(saved, {key: value for key, value in extras.items() if value is not None})
+
+    def show_states(self) -> dict[str, Any]:
+        """`state_dict()` with a state for every parameter, also before the first step: what `load_sharded` fills."""
+        engine = self._require_engine()
+        for managed in engine.managed:
+            managed.segment.have(engine.device, self._states_of([managed.tensor]))
+            states.publish(engine, self.rule, self.state, managed, all_of=True)
+        return self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits.

@@ -18,6 +18,7 @@ class Outputs:
     folder: Path
     save: Path | None = None
     save_every: int | None = None
+    of_ranks: bool = False  # the checkpoint is a folder, to which many ranks write
 
     def __post_init__(self) -> None:
         if self.save_every is not None and self.save_every < 1:
@@ -26,16 +27,19 @@ class Outputs:
         if (self.folder / "record.json").exists():
             raise InputError(f"--name: expected a new name, {self.folder} already holds a run")
         if self.save is not None:
-            target = check_file(self.save, "--save")
+            target = self._check(self.save, "--save")
             folder = Path(os.path.realpath(self.folder))
             if target in (folder, *folder.parents, *(folder / name for name in RESULTS)):
                 raise InputError(f"--save: expected a name that the run does not use itself, got {self.save}")
         elif self.save_every is not None:
-            check_file(self.checkpoint, "--save-every")
+            self._check(self.checkpoint, "--save-every")
 
     @property
     def checkpoint(self) -> Path:
-        return self.save or self.folder / "checkpoint.pt"
+        return self.save or self.folder / ("checkpoint" if self.of_ranks else "checkpoint.pt")
+
+    def _check(self, path: Path, option: str) -> Path:
+        return check_checkpoint_folder(path, option) if self.of_ranks else check_file(path, option)
 
 
 def run_folder(parent: Path, name: str | None, preset: str) -> Path:
@@ -52,6 +56,19 @@ def check_file(path: Path, option: str) -> Path:
     """Where the file `path` will be put; raises where that cannot be, so that no run finds out at its end."""
     try:
         target = replaceable(path)
+    except OSError as error:
+        raise InputError(f"{option}: {path}: {error.strerror}") from None
+    _check_folder(target.parent, option)
+    _check_length(target, target.parent, option)
+    return target
+
+
+def check_checkpoint_folder(path: Path, option: str) -> Path:
+    """Where the folder `path` will be put: in the place of a checkpoint, or where nothing is."""
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not (target.is_dir() and (target / ".metadata").exists()):
+            raise InputError(f"{option}: expected a checkpoint's folder or nothing, {path} is something else")
     except OSError as error:
         raise InputError(f"{option}: {path}: {error.strerror}") from None
     _check_folder(target.parent, option)

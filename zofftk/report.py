@@ -35,7 +35,7 @@ class StepReport:
 def report_of(engine: Engine, steps: int) -> StepReport:
     engine.device.collect_spans()
     trace = engine.device.trace
-    tensors = [managed.tensor for managed in engine.managed]
+    tensors = [managed.local for managed in engine.managed]
     return StepReport(
         num_params=sum(tensor.numel() for tensor in tensors),
         device_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors),

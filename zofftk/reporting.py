@@ -10,6 +10,7 @@ from zofftk.trace import Trace
 
 if TYPE_CHECKING:
     from zofftk.engine import Engine
+    from zofftk.loss_scale import ScaleKeeper
 
 
 class Reporting:
@@ -17,11 +18,22 @@ class Reporting:
 
     _engine: Engine | None = None
     _steps = 0
+    _scale: ScaleKeeper
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
             raise RuntimeError("this optimizer is closed")
         return self._engine
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the coming step; 1 where the option `loss_scale` was not given."""
+        return self._scale.value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far whose gradients were not finite; they changed nothing."""
+        return self._scale.skipped_steps
 
     def report(self) -> StepReport:
         """Sizes, bytes moved and where the time of the steps went, so far."""

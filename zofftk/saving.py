@@ -43,8 +43,7 @@ def save(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     """
     if type(content) not in _DICTS:
         raise TypeError(f"save expects a dict of state dicts and plain values, got {type(content).__name__}")
-    for where, value in _unsafe(content, "content", ()):
-        raise TypeError(f"cannot save {where}, {_kind(value)}: expected tensors and plain values, which load safely")
+    check_plain(content, "content")
     with replacing(Path(path)) as file:
         writer: Any = _Writer(file)
         try:
@@ -101,6 +100,12 @@ def _check_bytes(file: BinaryIO) -> None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
 
 
+def check_plain(value: Any, where: str) -> None:
+    """Raises TypeError, with the keys after `where`, for what a safe load would refuse."""
+    for name, found in _unsafe(value, where, ()):
+        raise TypeError(f"cannot save {name}, {_kind(found)}: expected tensors and plain values, which load safely")
+
+
 def _unsafe(value: Any, where: str, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """What a safe load would refuse, with the keys that lead to it."""
     kind = type(value)
@@ -139,7 +144,8 @@ def _kind(value: Any) -> str:
         return "a tensor on the meta device, which has no values"
     if type(value) in _TENSORS:
         return f"a tensor with the attribute {_attributes(value)[0]!r}"
-    return f"of type {type(value).__module__}.{type(value).__qualname__}"
+    spread = ", which zofftk.save_sharded saves" if hasattr(value, "__create_write_items__") else ""
+    return f"of type {type(value).__module__}.{type(value).__qualname__}{spread}"
 
 
 class _Writer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zofftk.device.base import Buffer, Device, Event, StreamName
+from zofftk.layout import Bucket
 
 
 @dataclass(eq=False)
@@ -18,8 +19,10 @@ class Slot:
     square_sums: Buffer
     last_use: Event | None = None
 
-    def typed(self, dtype: torch.dtype) -> Buffer:
-        return Buffer(self.data.name, self.data.place, self.data.tensor.view(dtype), self.data.clock)
+    def typed(self, bucket: Bucket, dtype: torch.dtype) -> Buffer:
+        """The place of the whole bucket in it."""
+        flat = self.data.tensor.view(dtype)[: bucket.numel]
+        return Buffer(self.data.name, self.data.place, flat, self.data.clock)
 
 
 class StagingRing:

@@ -85,7 +85,7 @@ class StandIns:
             )
         else:
             check_gradient(grad, managed.name)
-            if self._engine.take(managed.index, grad.resolve_neg()):
+            if self._engine.take(managed.index, managed.to_slice(grad).resolve_neg()):
                 self.renew(managed.index)
 
     def move(self, managed: Managed, new: torch.Tensor) -> None:

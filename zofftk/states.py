@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import torch
@@ -13,31 +13,44 @@ from zofftk.lateness import check_edits
 from zofftk.managed import Managed
 from zofftk.mapped import FileMappings
 from zofftk.policies import forget_kept, kept_params
+from zofftk.ranks.slices import is_sliced, slice_box
 from zofftk.rules.base import Rule
 from zofftk.state_dict import MASTER, saved_step
 
 Shown = MutableMapping[torch.Tensor, Any]  # `optimizer.state`
 
 
-def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed) -> None:
-    """Show the host's states of a parameter, as views, beside what the user has put there."""
+def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed, *, all_of: bool = False) -> None:
+    """Show the host's states of a parameter, as views, beside what the user has put there; `all_of`: empty ones too."""
     state = shown.get(managed.tensor)
     if not isinstance(state, HostViews) or not state:
         own = {"step", MASTER, *rule.states}
         others = {} if state is None else {key: value for key, value in state.items() if key not in own}
         state = HostViews(managed.index, finisher(engine), step=torch.zeros((), dtype=torch.float32))
-        _show(rule, state, managed)
+        _show(rule, state, managed, managed.filled)
         for key, value in others.items():
             state[key] = value
         shown[managed.tensor] = state
-    _show(rule, state, managed)
+    _show(rule, state, managed, managed.segment.arenas.keys() if all_of else managed.filled)
     state.count(managed.step)
 
 
-def _show(rule: Rule, state: HostViews, managed: Managed) -> None:
+def _show(rule: Rule, state: HostViews, managed: Managed, names: Collection[str]) -> None:
     for name in (*rule.states, MASTER):
-        if (name == MASTER or name in managed.filled) and not state.shows(name):
-            state.show(name, managed.segment.view(name, managed.index, managed.tensor.shape))
+        if (name == MASTER or name in names) and not state.shows(name):
+            state.show(name, shown_state(managed, name))
+
+
+def shown_state(managed: Managed, name: str) -> torch.Tensor:
+    """A state in the shape of the parameter, as a view of the host's memory; over ranks, a `ShardedState`."""
+    parts, within = managed.segment.parts(name, managed.index), slice_box(managed.tensor)
+    if managed.segment.num_ranks == 1 and within is None:
+        ((_, flat),) = parts
+        return flat.view(managed.local.shape)
+    from zofftk.sharding.state import ShardedState  # torch's checkpoints take long to import
+
+    is_copy = managed.is_copy
+    return ShardedState(managed.shape, torch.float32, parts, within=within, is_copy=is_copy)  # type: ignore[call-overload]
 
 
 def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:
@@ -60,13 +73,24 @@ def load(
     written = [each for bucket in managed.buckets for each in (bucket.master, *bucket.moments.values())]
     engine.device.touch(f"load the state of {managed.name}", writes=written)
     for name in managed.segment.arenas:
-        view = managed.segment.view(name, managed.index, managed.tensor.shape)
+        view = shown_state(managed, name)
         if name in given:
-            (files or FileMappings()).copy(view, given[name])
+            _copy(view, given[name], files or FileMappings())
         elif name != MASTER:
             view.zero_()
     managed.step = 0 if saved is None else int(saved_step(saved))
     managed.is_loaded = managed.is_loaded or saved is not None
+
+
+def _copy(view: torch.Tensor, value: torch.Tensor, files: FileMappings) -> None:
+    if is_sliced(value):  # of torch's own optimizer, on the same mesh or another
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    if hasattr(value, "parts"):  # a `ShardedState`, of this optimizer or one that shares in the same way
+        view.copy_(value)
+    elif hasattr(view, "read_from"):
+        view.read_from(value, files)  # type: ignore[attr-defined]
+    else:
+        files.copy(view, value)
 
 
 def take_over_edits(engine: Engine, rule: Rule, shown: Shown, *, at_step: bool) -> None:
@@ -104,12 +128,13 @@ def refresh(engine: Engine, managed: Managed, *, anew: bool = False) -> None:
     forget_kept(engine.policy, managed.index)
     engine.land_all()
     engine.finish()
-    master = managed.segment.view("master", managed.index, managed.tensor.shape)
-    value = managed.tensor.detach().to(master.device)
     masters = [bucket.master for bucket in managed.buckets]
     engine.device.touch(f"refresh {managed.name}", reads=masters, writes=masters)
-    changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value
-    if anew:
-        changed.fill_(True)
-    master[changed] = value[changed].float()
+    whole = managed.local.detach().reshape(-1)
+    for start, master in managed.segment.parts(MASTER, managed.index):
+        value = whole[start : start + master.numel()].to(master.device)
+        changed = master.to(engine.config.wire_dtype or value.dtype).to(value.dtype) != value
+        if anew:
+            changed.fill_(True)
+        master[changed] = value[changed].float()
     managed.note()

@@ -1,14 +1,21 @@
-"""How many threads the CPU optimizer may use: as many as this process really has, and no more.
+"""How many threads the CPU optimizer may use, and on which cores: what this process really has, and no more.
 
-Nothing here changes an affinity mask, an environment variable or torch's own thread settings.
+Nothing here changes the affinity mask of a thread that is not the kernels' own, an environment variable or torch's own
+thread settings.
 """
 
 import os
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from zofftk.cores import SYS, cores_of_rank, gpu_node, host_cores, parse_list
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 # Variables by which an OpenMP runtime binds the main thread to one core at load.
 BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND")
 
@@ -31,32 +38,46 @@ def plan_threads(cores: int, local_world_size: int, allowed: int, omp_num_thread
     return max(1, planned)
 
 
-def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
+def cgroup_quota(root: Path = CGROUPS, membership: Path = OWN_CGROUPS) -> float | None:
     """CPUs the control groups of this process grant (version 2, else version 1), None if unlimited or unknown.
 
     The smallest quota on the way from the process's own group up to the root counts.
     """
+    quotas = (_quota_of(folder) for folder in _group_folders("cpu", root, membership))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def cgroup_cores(root: Path = CGROUPS, membership: Path = OWN_CGROUPS) -> set[int] | None:
+    """The cores the control groups of this process grant, None if unknown; the nearest group that tells counts."""
+    for folder in _group_folders("cpuset", root, membership):
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):  # version 2 and 1
+            try:
+                cores = parse_list((folder / name).read_text())
+            except (OSError, ValueError):
+                continue
+            if cores:
+                return cores
+    return None
+
+
+def _group_folders(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+    """Where files of a controller may be: this process's own groups and those above them, own ones first."""
     try:
         lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    quotas: list[float] = []
+    except (OSError, ValueError):
+        return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if controllers == "":
             bases = [root]
-        elif "cpu" in controllers.split(","):
-            bases = [root / "cpu", root / controllers]
+        elif controller in controllers.split(","):
+            bases = [root / controller, root / controllers]
         else:
             continue
         group = Path(path.lstrip("/"))
-        quotas += [
-            quota
-            for base in bases
-            for folder in (group, *group.parents)
-            if ".." not in folder.parts and (quota := _quota_of(base / folder)) is not None
-        ]
-    return min(quotas, default=None)
+        for base in bases:
+            yield from (base / folder for folder in (group, *group.parents) if ".." not in folder.parts)
 
 
 def _quota_of(folder: Path) -> float | None:
@@ -71,15 +92,9 @@ def _quota_of(folder: Path) -> float | None:
         return None
 
 
-def mask_cores() -> int:
+def mask_cores() -> set[int]:
     """Cores in the calling thread's affinity mask (all of the host's where there are no masks)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def allowed_cores() -> int:
-    """Cores the calling thread may use now: its affinity mask, capped by the control group's quota."""
-    quota = cgroup_quota()
-    return mask_cores() if quota is None else max(1, min(mask_cores(), int(quota)))
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def binding_variable(cores: int, mask: int, environ: Mapping[str, str]) -> str | None:
@@ -89,19 +104,74 @@ def binding_variable(cores: int, mask: int, environ: Mapping[str, str]) -> str |
     return next((name for name in BINDING_VARIABLES if environ.get(name)), None)
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """What the update of this rank gets of the host; `split` if its cores are a part of what the process may use."""
+
+    rank: int  # on this host; -1: not known, and nothing is split
+    ranks: int
+    threads: int
+    cores: Set[int]
+    split: bool
+    gpu: str  # PCI id of the rank's GPU, empty if there is none or it was not asked for
+    gpu_node: int | None  # the memory node next to it
+
+
+def _whole_number(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() and value.isascii() and len(value) <= 6 else default
+
+
 def _local_world_size() -> int:
-    value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(value) if value.isdecimal() and int(value) > 0 else 1
+    return max(1, _whole_number("LOCAL_WORLD_SIZE", 1))
+
+
+def _pci_ids() -> list[str]:
+    """Of the GPUs this process sees, by their CUDA index; empty without CuPy."""
+    try:
+        from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+        return [runtime.deviceGetPCIBusId(index) for index in range(runtime.getDeviceCount())]
+    except Exception:
+        # A broken installation raises whatever its loader raises, and a machine without a driver CuPy's own errors.
+        return []
+
+
+def rank_share(*, ask_cuda: bool, root: Path = SYS) -> RankShare:
+    """What this process gets as one of the ranks on its host, by its environment, affinity mask and control group.
+
+    Where all ranks see the same GPUs, rank 0 is taken to use the first, and so on; where each sees fewer, as behind a
+    launcher that shows every rank its own, it knows nothing of the others', and the cores are split without regard to
+    any.
+    """
+    ranks = _local_world_size()
+    rank = _whole_number("LOCAL_RANK", 0 if ranks == 1 else -1)
+    ids = _pci_ids() if ask_cuda else []
+    nodes = [gpu_node(pci_id, root) for pci_id in ids]
+    mask, granted = mask_cores(), cgroup_cores()
+    cores = cores_of_rank(mask, rank, ranks, nodes[:ranks], granted=granted, root=root)
+    quota = cgroup_quota()  # which the ranks share
+    allowed = len(cores) if quota is None else min(len(cores), int(quota / ranks))
+    threads = plan_threads(len(host_cores(granted, root)), ranks, allowed, os.environ.get("OMP_NUM_THREADS"))
+    own = 0 if len(ids) == 1 else rank
+    gpu, node = (ids[own], nodes[own]) if 0 <= own < len(ids) else ("", None)
+    return RankShare(rank, ranks, threads, cores, cores != mask, gpu, node)
+
+
+def _cuda_in_use() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 @cache
 def usable_threads() -> int:
     """Threads the CPU optimizer uses by default; read once per process, at the first call, in the calling thread.
 
+    Where several ranks share the host, this call also binds the threads of the kernels' pool to this rank's cores.
     Warns once if the process is bound to one core of many while an OpenMP binding variable is set.
     """
     cores = os.cpu_count() or 1
-    variable = binding_variable(cores, mask_cores(), os.environ)
+    variable = binding_variable(cores, len(mask_cores()), os.environ)
     if variable is not None:
         warnings.warn(
             f"this process may run on 1 of {cores} cores while {variable} is set: the OpenMP runtime has probably "
@@ -109,4 +179,10 @@ def usable_threads() -> int:
             RuntimeWarning,
             stacklevel=2,
         )
-    return plan_threads(cores, _local_world_size(), allowed_cores(), os.environ.get("OMP_NUM_THREADS"))
+    # A process without CUDA, or alone on its host, need not load CuPy.
+    share = rank_share(ask_cuda=_local_world_size() > 1 and _cuda_in_use())
+    if share.split:
+        from zofftk import _cpu_adam
+
+        _cpu_adam.set_worker_cores(sorted(share.cores))
+    return share.threads

@@ -60,11 +60,11 @@ class Totals:
         assert bucket.total is not None
         if bucket.arrived is not None:  # those of a gradient that was dropped since may still be on their way
             self._device.wait(HOST, bucket.arrived, f"arrived in wire: statistics of {bucket.label} are overwritten")
-        task = update.total_square_sums(bucket, self._threads)
+        task = update.square_sums(bucket, bucket.total, bucket.summed, self._threads)
         self._device.host_task(f"statistics: {bucket.label}", task, reads=[bucket.total], writes=[bucket.square_sums])
 
     def _total(self, bucket: HostBucket) -> Buffer:
         if bucket.total is None:
-            numel = bucket.bucket.numel
+            numel = bucket.shard.numel
             bucket.total = self._device.buffer(f"total of {bucket.label}", numel, torch.float32, "host", zero=True)
         return bucket.total

@@ -4,7 +4,6 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -19,9 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from zofftk.checkpoint import Checkpoint, save_checkpoint
 from zofftk.data import Corpus, load_corpus
 from zofftk.errors import InputError
-from zofftk.gpt import build_gpt
+from zofftk.gpt import GPT, build_gpt
 from zofftk.host_memory import usable_memory
 from zofftk.interrupt import stop_on_interrupt
+from zofftk.launch import Launch
 from zofftk.loss_curve import draw_loss_curve
 from zofftk.outputs import RESULTS, Outputs
 from zofftk.progress import open_progress
@@ -50,6 +50,7 @@ class Training:
     optimizer: "OffloadAdamW"
     schedule: LambdaLR
     samples: list[dict[str, Any]]
+    ranks: Launch
 
     @property
     def step(self) -> int:
@@ -57,19 +58,25 @@ class Training:
 
 
 def train(
-    config: TrainConfig, outputs: Outputs, *, resume: Checkpoint | None = None, console: Console | None = None
+    config: TrainConfig,
+    outputs: Outputs,
+    *,
+    resume: Checkpoint | None = None,
+    console: Console | None = None,
+    ranks: Launch | None = None,
 ) -> int:
     """Runs `config` to its last step, from the first one or from where `resume` was saved; returns the exit code."""
-    console = Console() if console is None else console
-    training = prepare(config, resume)
-    record = describe_run(asdict(config), resumed_at=training.step if resume else None)
-    outputs.folder.mkdir(parents=True, exist_ok=True)
+    ranks = ranks or Launch()
+    console = Console(quiet=ranks.rank != 0) if console is None else console
+    training = prepare(config, resume, ranks)
+    record = describe_run(asdict(config), resumed_at=training.step if resume else None, **ranks.describe())
+    ranks.first(lambda: outputs.folder.mkdir(parents=True, exist_ok=True))
     failures = []
-    with closing(training.optimizer):
+    with ranks.closing(training.optimizer):
         interrupted = run_steps(training, outputs, console)
-        wanted = interrupted or outputs.save is not None or outputs.save_every is not None
-        saved = wanted and try_to(failures, save_checkpoint, outputs.checkpoint, snapshot(training))
-        written = write_results(training, outputs, record, failures)
+        wanted = ranks.can_save and (interrupted or outputs.save is not None or outputs.save_every is not None)
+        saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
+        written = ranks.first(lambda: write_results(training, outputs, record, failures))
         if not interrupted:
             print_summary(console, training.optimizer.report(), training.samples)
     if written:
@@ -77,10 +84,15 @@ def train(
     if interrupted:
         say(console, f"Stopped after step {training.step} of {config.steps}.{' To go on:' if saved else ''}")
         if saved:
-            say(console, f"  zofftk train --resume {shlex.quote(str(outputs.checkpoint))}")
+            program = "zofftk" if ranks.size == 1 else "torchrun ... -m zofftk"
+            say(console, f"  {program} train --resume {shlex.quote(str(outputs.checkpoint))}")
+    ranks.first(lambda: raise_all(failures))
+    return INTERRUPTED if interrupted else 0
+
+
+def raise_all(failures: list[OSError]) -> None:
     if failures:
         raise OSError("; ".join(map(str, failures)))
-    return INTERRUPTED if interrupted else 0
 
 
 def try_to(failures: list[OSError], write: Callable[..., None], *arguments: Any) -> bool:
@@ -99,25 +111,19 @@ def say(console: Console, line: str) -> None:
     console.print(encodable, soft_wrap=True, highlight=False, markup=False)
 
 
-def prepare(config: TrainConfig, resume: Checkpoint | None) -> Training:
+def prepare(config: TrainConfig, resume: Checkpoint | None, ranks: Launch | None = None) -> Training:
     """Text, model and optimizer of the run, brought to where `resume` was saved."""
-    device = choose_device(config.device)
-    if resume and resume.step >= config.steps:
-        raise InputError(f"--steps: expected more than the {resume.step} of the checkpoint, got {config.steps}")
-    check_memory(config, device)
-    files = None if config.data is None else [Path(file) for file in config.data]
-    corpus = load_corpus(files, vocab=config.model.vocab, seq=config.seq_len)
-    if resume and resume.data_fingerprint != corpus.fingerprint:
-        raise InputError("--resume: expected the text of the checkpoint, got another; name its files with --data")
-    model = build_gpt(config.model, seed=config.seed, dtype=TORCH_DTYPES[config.dtype], device=device)
-    if resume:
-        resume.check_model(config.model, model)
-        model.load_state_dict(resume.model)
+    ranks = ranks or Launch()
+    device = ranks.here(lambda: check_run(config, resume, ranks))
+    corpus = load_text(config, resume, ranks)
+    ranks.build_meshes(device)
+    model = ranks.here(lambda: build_model(config, resume, device, ranks))
     # The optimizer takes its fp32 master copies from the model, which therefore comes first.
-    optimizer = build_optimizer(model, config)
+    with ranks.at("construction"):
+        optimizer = build_optimizer(model, config, ranks)
     schedule = LambdaLR(optimizer, partial(lr_factor, steps=config.steps))
     if resume:
-        optimizer.load_state_dict(resume.optimizer)
+        ranks.here(lambda: resume.load_optimizer(model, optimizer))
         schedule.load_state_dict(resume.schedule)
         continue_schedule(schedule)
     return Training(
@@ -128,14 +134,65 @@ def prepare(config: TrainConfig, resume: Checkpoint | None) -> Training:
         optimizer=optimizer,
         schedule=schedule,
         samples=list(resume.samples) if resume else [],
+        ranks=ranks,
     )
 
 
-def check_memory(config: TrainConfig, device: torch.device) -> None:
+def check_run(config: TrainConfig, resume: Checkpoint | None, ranks: Launch) -> torch.device:
+    """All that can be refused before text and model are there."""
+    device = choose_device(config.device, ranks)
+    if resume and resume.step >= config.steps:
+        raise InputError(f"--steps: expected more than the {resume.step} of the checkpoint, got {config.steps}")
+    if config.batch_size % ranks.dp:
+        raise InputError(
+            f"--batch-size: expected a multiple of {ranks.dp}, one part for each data-parallel rank, "
+            f"got {config.batch_size}"
+        )
+    if config.model.heads % ranks.tp or config.seq_len % ranks.tp:
+        name, number = ("heads", config.model.heads) if config.model.heads % ranks.tp else ("tokens", config.seq_len)
+        raise InputError(f"--tp: expected a divisor of the {number} {name}, got {ranks.tp}")
+    check_memory(config, device, ranks)
+    return device
+
+
+def load_text(config: TrainConfig, resume: Checkpoint | None, ranks: Launch) -> Corpus:
+    files = None if config.data is None else [Path(file) for file in config.data]
+    corpora = []
+
+    def load() -> str:
+        corpora.append(load_corpus(files, vocab=config.model.vocab, seq=config.seq_len))
+        return corpora[0].fingerprint
+
+    # The first on each host learns the vocabulary; the others find it in the cache.
+    ranks.each(lambda: None if ranks.local_rank else load())
+    texts = ranks.each(lambda: corpora[0].fingerprint if corpora else load())
+    if len(set(texts)) > 1:
+        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        raise InputError(f"--data: expected the same text on all ranks, rank {other} has another than rank 0")
+    if resume and resume.data_fingerprint != texts[0]:
+        raise InputError("--resume: expected the text of the checkpoint, got another; name its files with --data")
+    return corpora[0]
+
+
+def build_model(config: TrainConfig, resume: Checkpoint | None, device: torch.device, ranks: Launch) -> GPT:
+    kind: dict[str, Any] = {"seed": config.seed, "dtype": TORCH_DTYPES[config.dtype], "device": device}
+    if ranks.tp > 1:
+        from zofftk.split_gpt import build_split_gpt
+
+        return build_split_gpt(config.model, ranks.mesh, **kind)
+    model = build_gpt(config.model, **kind)
+    if resume:
+        resume.check_model(config.model, model)
+        resume.load_model(model)
+    return model
+
+
+def check_memory(config: TrainConfig, device: torch.device, ranks: Launch) -> None:
     """Refuses a model whose states alone exceed the host, before the system starts killing processes."""
-    params = config.model.num_params
+    params = config.model.num_params * ranks.local_size
     itemsize = TORCH_DTYPES[config.dtype].itemsize
-    bytes_per_param = STATE_BYTES_PER_PARAM + itemsize + (itemsize if device.type == "cpu" else 0)
+    bytes_per_param = (STATE_BYTES_PER_PARAM + itemsize) / ranks.size
+    bytes_per_param += itemsize / ranks.tp if device.type == "cpu" else 0
     needed, usable = params * bytes_per_param / 2**30, usable_memory() / 2**30
     if needed > usable:
         raise InputError(
@@ -143,7 +200,7 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
         )
     if device.type == "cuda":
         usable = torch.cuda.get_device_properties(device).total_memory / 2**30
-    if (needed := step_bytes(config) / 2**30) > usable:
+    if (needed := step_bytes(config) / ranks.size / 2**30) > usable:
         raise InputError(
             f"--batch-size: expected a batch that fits {usable:.1f} GiB of memory, {config.batch_size} sequences of "
             f"{config.seq_len} tokens need at least {needed:.1f}"
@@ -158,9 +215,10 @@ def step_bytes(config: TrainConfig) -> int:
     return config.batch_size * config.seq_len * per_token
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> "OffloadAdamW":
+def build_optimizer(model: nn.Module, config: TrainConfig, ranks: Launch | None = None) -> "OffloadAdamW":
     from zofftk import LossScale, OffloadAdamW
 
+    ranks = ranks or Launch()
     return OffloadAdamW(
         model.parameters(),
         lr=config.lr,
@@ -172,6 +230,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> "OffloadAdamW":
         update=config.update,
         delay_after=config.delay_after,
         backwards_per_step=1,
+        process_group=ranks.process_group,
+        rank_timeout_s=ranks.timeout_s,
         trace=True,
     )
 
@@ -195,33 +255,47 @@ def continue_schedule(schedule: LambdaLR) -> None:
     schedule._last_lr = rates
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, ranks: Launch) -> torch.device:
     """auto: a GPU where torch has one and CuPy is there to reach it."""
     usable = torch.cuda.is_available() and find_spec("cupy") is not None
     if name == "cuda" and not usable:
         raise InputError("--device: expected a GPU that torch and CuPy can use, got cuda; see `zofftk doctor`")
-    return torch.device("cuda" if usable and name != "cpu" else "cpu")
+    if not usable or name == "cpu":
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"--nproc-per-node: expected at most one rank for each GPU, {torch.cuda.device_count()}, "
+            f"got {ranks.local_size}; or give --device cpu"
+        )
+    return torch.device("cuda", ranks.local_rank)
 
 
 def run_steps(training: Training, outputs: Outputs, console: Console) -> bool:
     """Steps until the last one or Ctrl-C; says whether it was Ctrl-C."""
-    config = training.config
-    with stop_on_interrupt() as stop, open_progress(console, config.steps, training.step) as show:
-        while training.step < config.steps and not stop.made:
-            training.samples.append(train_step(training))
-            show(training.samples[-1], config.batch_size * config.seq_len)
+    config, ranks, stops = training.config, training.ranks, False
+    with (
+        stop_on_interrupt(says=ranks.rank == 0) as stop,
+        open_progress(console, config.steps, training.step) as show,
+    ):
+        while training.step < config.steps and not stops:
+            with ranks.at(f"step {training.step + 1}"):
+                sample = train_step(training)
+                sample["loss"], stops = ranks.mean_loss(sample["loss"], stop=stop.made)
+            training.samples.append(sample)
+            show(sample, config.batch_size * config.seq_len)
+            stops |= ranks.size == 1 and stop.made  # one alone need not wait for the next step to hear of it
             if outputs.save_every and training.step % outputs.save_every == 0:
                 failures = []
-                if not try_to(failures, save_checkpoint, outputs.checkpoint, snapshot(training)):
+                if not try_to(failures, save_run, outputs.checkpoint, training):
                     say(console, f"warning: no checkpoint after step {training.step}, going on: {failures[0]}")
     return training.step < config.steps
 
 
 def train_step(training: Training) -> dict[str, Any]:
-    """One batch through the model and the optimizer; the times are those this thread spent."""
-    config, step = training.config, training.step
-    ids, targets = training.corpus.batch(seed=config.seed, step=step, batch_size=config.batch_size, seq=config.seq_len)
-    ids, targets = ids.to(training.device), targets.to(training.device)
+    """One batch through the model and the optimizer; loss and times are those of this rank."""
+    config, step, ranks = training.config, training.step, training.ranks
+    batch = training.corpus.batch(seed=config.seed, step=step, batch_size=config.batch_size, seq=config.seq_len)
+    ids, targets = (whole.chunk(ranks.dp)[ranks.data_rank].to(training.device) for whole in batch)
     clock = [time.perf_counter()]
     loss = training.model(ids, targets)
     clock.append(time.perf_counter())
@@ -248,17 +322,23 @@ def train_step(training: Training) -> dict[str, Any]:
     }
 
 
-def snapshot(training: Training) -> Checkpoint:
-    return Checkpoint(
-        step=training.step,
-        config=asdict(training.config),
-        model_config=asdict(training.config.model),
-        data_fingerprint=training.corpus.fingerprint,
-        samples=training.samples,
-        model=training.model.state_dict(),
-        optimizer=training.optimizer.state_dict(),
-        schedule=training.schedule.state_dict(),
-    )
+def save_run(path: Path, training: Training) -> None:
+    """Into one file; many ranks, which all call it, into one folder."""
+    plain: dict[str, Any] = {
+        "step": training.step,
+        "config": asdict(training.config),
+        "model_config": asdict(training.config.model),
+        "data_fingerprint": training.corpus.fingerprint,
+        "samples": training.samples,
+        "schedule": training.schedule.state_dict(),
+    }
+    if training.ranks.size > 1:
+        from zofftk.rank_checkpoint import save_rank_checkpoint
+
+        save_rank_checkpoint(path, plain, training.model, training.optimizer, training.ranks)
+        return
+    model, optimizer = training.model.state_dict(), training.optimizer.state_dict()
+    save_checkpoint(path, Checkpoint(**plain, model=model, optimizer=optimizer))
 
 
 def write_results(

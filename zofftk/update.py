@@ -41,7 +41,7 @@ def apply(
     """Update the states of the parameters in `present` and leave their new values on the wire."""
     source = bucket.total if bucket.summed else bucket.wire
     assert source is not None
-    wire, zeros = bucket.wire, [bucket.pieces[param] for param in bucket.zero]
+    wire, zeros = bucket.wire, bucket.pieces_of(bucket.zero)
     runs = _update_runs(bucket, present, hypers, steps, coefficient)
 
     def task() -> None:
@@ -64,11 +64,11 @@ def _update_runs(
     bucket: HostBucket, present: set[int], hypers: Mapping[int, Hyper], steps: Mapping[int, int], coefficient: float
 ) -> list[UpdateRun]:
     runs: list[UpdateRun] = []
-    for piece in bucket.bucket.pieces:
+    for piece in bucket.shard.pieces:
         param = piece.param
         if param not in present or piece.numel == 0:
             continue
-        scale = bucket.scale.get(param, 1.0) * coefficient
+        scale = bucket.scale.get(param, 1.0) * bucket.average * coefficient
         run = UpdateRun(piece.offset, piece.offset + piece.numel, hypers[param], steps[param], scale)
         if runs and _same_update(runs[-1], run) and run.start - runs[-1].stop < ALIGN_NUMEL:
             run = UpdateRun(runs.pop().start, run.stop, run.hyper, run.step, run.grad_scale)
@@ -84,9 +84,14 @@ def add_to_total(bucket: HostBucket, threads: int) -> Task:
     """total += wire for what is on the wire; then total *= scale where another gradient waits to be added to it."""
     total, wire = bucket.total, bucket.wire
     assert total is not None
-    first = [bucket.pieces[param] for param in bucket.on_wire - bucket.summed]
-    again = [bucket.pieces[param] for param in bucket.on_wire & bucket.summed]
-    scales = [(bucket.pieces[param], scale) for param, scale in bucket.scale.items() if param in bucket.waiting]
+    first = bucket.pieces_of(bucket.on_wire - bucket.summed)
+    again = bucket.pieces_of(bucket.on_wire & bucket.summed)
+    scales = [
+        (piece, scale)
+        for param, scale in bucket.scale.items()
+        if param in bucket.waiting
+        for piece in bucket.pieces_of([param])
+    ]
 
     def task() -> None:
         for piece in first:
@@ -113,16 +118,14 @@ def add_part(bucket: HostBucket, piece: Piece, part: Buffer, threads: int) -> Ta
     return task
 
 
-def total_square_sums(bucket: HostBucket, threads: int) -> Task:
-    """The statistics of the fp32 totals, in place of those that came with the last gradient."""
-    total = bucket.total
-    assert total is not None
-    pieces = [bucket.pieces[param] for param in bucket.summed]
+def square_sums(bucket: HostBucket, gradients: Buffer, params: set[int], threads: int) -> Task:
+    """The statistics of the gradients of `params`, which are in the bucket's wire or total."""
+    pieces = bucket.pieces_of(params)
 
     def task() -> None:
         for piece in pieces:
             sums = bucket.square_sums.tensor[piece.block : piece.block + piece.num_blocks]
-            cpu_kernels.block_square_sums(_cut(total.tensor, piece), sums, threads)
+            cpu_kernels.block_square_sums(_cut(gradients.tensor, piece), sums, threads)
 
     return task
 

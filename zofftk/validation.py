@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zofftk.memory_overlap import Place, overlapping, overlaps_itself
+from zofftk.ranks.slices import check_placement, is_sliced, local_of
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,6 +21,7 @@ def parameter_name(group: dict[str, Any], group_number: int, number: int) -> str
 
 def check_param(param: torch.Tensor, name: str) -> None:
     check_is_plain(param, name)
+    check_placement(param, name)
     if torch.nn.parameter.is_lazy(param):
         raise TypeError(f"{name} is not initialised yet, expected a tensor with data: run a forward before")
     if param.layout != torch.strided:
@@ -38,10 +40,10 @@ def check_is_plain(param: torch.Tensor, name: str) -> None:
     """Memory of its own: a class that answers torch's operations itself keeps its elements where only it knows."""
     cls: Any = type(param)
     plain = cls.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    if not plain and not isinstance(param, FakeTensor):
+    if not plain and not isinstance(param, FakeTensor) and not is_sliced(param):
         raise TypeError(
             f"{name} is a {cls.__name__}, a class with a __torch_dispatch__ of its own, expected a plain tensor or "
-            "torch.nn.Parameter; sharded parameters, such as the DTensor of fully_shard, are not supported yet"
+            "torch.nn.Parameter, or the DTensor of parallelize_module or fully_shard"
         )
 
 
@@ -57,7 +59,8 @@ def check_gradient(grad: torch.Tensor, name: str) -> None:
 
 def check_memory(params: list[torch.Tensor], names: list[str]) -> None:
     """No two elements of the parameters share memory: each has a master of its own that would overwrite the other."""
-    real = [(param, name) for param, name in zip(params, names, strict=True) if not isinstance(param, FakeTensor)]
+    here = [(local_of(param), name) for param, name in zip(params, names, strict=True)]
+    real = [(param, name) for param, name in here if not isinstance(param, FakeTensor)]
     for param, name in real:
         if overlaps_itself(param):
             raise ValueError(f"{name} is expanded, so that its elements share memory: expected a tensor of its own")

@@ -22,14 +22,18 @@ from zofftk.deferred_interrupts import interrupts_deferred
 from zofftk.device.base import COMPUTE, UP, Device
 from zofftk.host_state import HostBucket
 from zofftk.managed import Arrival, Managed, Update
+from zofftk.ranks.one import Ranks
 from zofftk.staging import StagingRing
 
 
 class WayUp:
     """See the module. `managed` is the engine's list of parameters, which grows; `kept_free` slots are left alone."""
 
-    def __init__(self, device: Device, ring: StagingRing, managed: Sequence[Managed], *, kept_free: int = 0) -> None:
+    def __init__(
+        self, device: Device, ranks: Ranks, ring: StagingRing, managed: Sequence[Managed], *, kept_free: int = 0
+    ) -> None:
         self._device = device
+        self._ranks = ranks
         self._kept_free = kept_free
         self._ring = ring
         self._managed = managed
@@ -54,12 +58,10 @@ class WayUp:
         with self._lock, interrupts_deferred():  # another thread may read a parameter meanwhile
             while self.updated and self.has_room:
                 bucket, update = next(iter(self.updated.items()))
-                self._device.wait(UP, update.written, f"updated: {bucket.label} must be written before it leaves")
                 slot = self._ring.acquire(UP)
-                data = slot.typed(update.wire.tensor.dtype)
-                self._device.copy_up(f"up: {bucket.label}", data, update.wire, bucket.runs(update.present))
-                sent = bucket.sent[update.wire] = self._device.record(UP)
-                self.in_flight[bucket] = Arrival(update, slot, sent)
+                sent, landed = self._ranks.bring_up(update, slot.typed(bucket.bucket, update.wire.tensor.dtype))
+                bucket.sent[update.wire] = sent
+                self.in_flight[bucket] = Arrival(update, slot, landed)
                 del self.updated[bucket]
 
     def watch(self, managed: Managed) -> None:
@@ -70,8 +72,8 @@ class WayUp:
             # Autograd must not go on with a graph from before the step: it looks at the version alone.
             torch.autograd.graph.increment_version(managed.tensor)
             managed.note()
-            land = partial(self.land, managed)
-            if _has_aliases(managed.tensor) or not pending.mark(managed.tensor, land):
+            land, is_whole = partial(self.land, managed), managed.local is managed.tensor
+            if _has_aliases(managed.local) or not is_whole or not pending.mark(managed.tensor, land):
                 land()
 
     def is_under_way(self, managed: Managed) -> bool:
@@ -110,8 +112,9 @@ class WayUp:
         with undisturbed():
             self._device.wait(COMPUTE, arrival.landed, f"wait for values: {bucket.label} must have arrived")
             written = [managed.name for managed in landed if managed.tensor._version != managed.version]
-            data = arrival.slot.typed(arrival.update.wire.tensor.dtype)
-            self._device.copy_back(f"copy back: {bucket.label}", data, placement, [m.tensor for m in landed])
+            data = arrival.slot.typed(bucket.bucket, arrival.update.wire.tensor.dtype)
+            self._device.copy_back(f"copy back: {bucket.label}", data, placement, [m.local for m in landed])
+            torch.autograd.graph.increment_version([m.tensor for m in landed if m.local is not m.tensor])
             for managed in landed:
                 managed.version = managed.tensor._version
             emptied = self._device.record(COMPUTE)

@@ -3,9 +3,9 @@ enable_testing()
 
 set(test_sources
   tests/main.cpp tests/check.cpp tests/guarded.cpp tests/sizes.cpp tests/step.cpp tests/values.cpp
-  tests/adam_test.cpp tests/float_mode_test.cpp tests/fork_test.cpp tests/half_test.cpp tests/isa_test.cpp
-  tests/lion_test.cpp tests/pool_test.cpp tests/ranges_test.cpp tests/roof_test.cpp tests/sgd_test.cpp
-  tests/sums_test.cpp)
+  tests/adam_test.cpp tests/cores_test.cpp tests/float_mode_test.cpp tests/fork_test.cpp tests/half_test.cpp
+  tests/isa_test.cpp tests/lion_test.cpp tests/pool_test.cpp tests/ranges_test.cpp tests/roof_test.cpp
+  tests/sgd_test.cpp tests/sums_test.cpp)
 
 function(add_test_binary name)
   add_executable(${name} ${kernel_sources} ${test_sources})

@@ -1,4 +1,4 @@
-"""The contract between the engine's schedule and a machine: four streams, events, buffers and a few operations.
+"""The contract between the engine's schedule and a machine: five streams, events, buffers and a few operations.
 
 The engine calls the public methods from one thread. Each of them tells the race clock what it touches, counts the
 bytes it moves, and hands the work to the machine. A machine implements the methods that begin with an underscore.
@@ -18,13 +18,14 @@ from zofftk.device.clock import MAIN, BufferClock, RaceClock, Snapshot
 from zofftk.layout import Piece
 from zofftk.trace import Trace
 
-StreamName = Literal["compute", "down", "up", "host"]
+StreamName = Literal["compute", "down", "up", "host", "comm"]
 Place = Literal["device", "host"]
 
 COMPUTE: StreamName = "compute"  # the model's forward and backward, pack and copy back
 DOWN: StreamName = "down"  # copies from the device to the host
 UP: StreamName = "up"  # copies from the host to the device
 HOST: StreamName = "host"  # norm and update on the CPU
+COMM: StreamName = "comm"  # collectives between the devices of several ranks
 
 
 @dataclass(eq=False)
@@ -35,6 +36,10 @@ class Buffer:
     place: Place
     tensor: torch.Tensor
     clock: BufferClock
+
+    def part(self, offset: int, numel: int) -> Buffer:
+        """A range of it, with the same race clock."""
+        return Buffer(self.name, self.place, self.tensor[offset : offset + numel], self.clock)
 
     @property
     def itemsize(self) -> int:
@@ -152,6 +157,29 @@ class Device(ABC):
         self.clock.operation(HOST, label, [b.clock for b in reads], [b.clock for b in writes])
         self._host_task(label, task)
 
+    def open_comm(self) -> None:
+        """Have the stream of collectives, which a machine of a single rank does without."""
+        self._open_comm()
+
+    def zero(self, label: str, dst: Buffer) -> None:
+        """On compute: fill a device buffer with zeros."""
+        self.check_going()
+        self.clock.operation(COMPUTE, label, writes=(dst.clock,))
+        self._zero(label, dst)
+
+    def collective(
+        self,
+        label: str,
+        operation: Callable[[torch.Tensor, torch.Tensor], None],
+        dst: Buffer,
+        src: Buffer,
+    ) -> None:
+        """On comm: `operation(dst, src)` of torch.distributed on device buffers; either may be a part of the other."""
+        self.check_going()
+        reads = () if dst.clock is src.clock else (src.clock,)
+        self.clock.operation(COMM, label, reads=reads, writes=(dst.clock,))
+        self._collective(label, lambda: operation(dst.tensor, src.tensor))
+
     # -- what the main thread looks at -------------------------------------------------------------------------
 
     def value(self, label: str, buffer: Buffer) -> np.ndarray:
@@ -211,6 +239,15 @@ class Device(ABC):
 
     @abstractmethod
     def _copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    @abstractmethod
+    def _zero(self, label: str, dst: Buffer) -> None: ...
+
+    @abstractmethod
+    def _open_comm(self) -> None: ...
+
+    @abstractmethod
+    def _collective(self, label: str, operation: Callable[[], None]) -> None: ...
 
     @abstractmethod
     def _host_task(self, label: str, task: Callable[[], None]) -> None: ...

@@ -48,6 +48,15 @@ class CountingDevice(Device):
     def _copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
         self.operations["copy back"] += 1
 
+    def _zero(self, label: str, dst: Buffer) -> None:
+        self.operations["zero"] += 1
+
+    def _open_comm(self) -> None:
+        return None
+
+    def _collective(self, label: str, operation: Callable[[], None]) -> None:
+        self.operations["comm"] += 1
+
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
         self.operations["host"] += 1
 

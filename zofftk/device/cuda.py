@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Event, Place, Placement, Run, StreamName
+from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Buffer, Event, Place, Placement, Run, StreamName
 from zofftk.device.device_spans import DeviceSpans
 from zofftk.device.laned import LanedDevice, Operation
 from zofftk.device.pinned import PinnedMemory
@@ -65,6 +65,7 @@ class CudaDevice(LanedDevice):
         runtime: `cupy.cuda.runtime`, or what behaves like it.
         compute_stream: gives the address of torch's current stream on `device`.
         kernels: pack and copy back on device tensors.
+        on_stream: calls an operation of torch so that it works on the stream at an address.
     """
 
     def __init__(
@@ -76,20 +77,35 @@ class CudaDevice(LanedDevice):
         runtime: Any,
         compute_stream: Callable[[], int],
         kernels: Kernels,
+        on_stream: Callable[[int, Operation], None],
     ) -> None:
         super().__init__(keep_spans=keep_spans)
         self._device = device
+        self._on_stream = on_stream
         self._runtime = runtime
         self._compute_stream = compute_stream
         self._kernels = kernels
         self.pinned = PinnedMemory(runtime, pinned_bytes)
         runtime.setDevice(device.index)
-        self._streams = {name: runtime.streamCreateWithPriority(NON_BLOCKING, HIGH_PRIORITY) for name in (DOWN, UP)}
+        self._streams: dict[StreamName, int] = {}
+        for name in (DOWN, UP):
+            self._create_stream(name)
         self._spans = DeviceSpans(runtime, self.trace) if keep_spans else None
         self._start_lanes(lambda stream: None)
         for stream in (DOWN, UP, HOST):
-            # A thread's current device is its own.
-            self._enqueue(stream, lambda: runtime.setDevice(device.index))
+            self._set_device(stream)
+
+    def _create_stream(self, stream: StreamName) -> None:
+        self._streams[stream] = self._runtime.streamCreateWithPriority(NON_BLOCKING, HIGH_PRIORITY)
+
+    def _set_device(self, stream: StreamName) -> None:
+        # A thread's current device is its own.
+        self._enqueue(stream, lambda: self._runtime.setDevice(self._device.index))
+
+    def _open_comm(self) -> None:
+        self._create_stream(COMM)
+        super()._open_comm()
+        self._set_device(COMM)
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -188,6 +204,19 @@ class CudaDevice(LanedDevice):
         # dst and src are held until the copy has been issued; their owners keep them until it has ended.
         self._enqueue(stream, lambda: self._measured(stream, label, queue, nbytes, copy))
 
+    def _zero(self, label: str, dst: Buffer) -> None:
+        self._check_usable()
+
+        def zero() -> None:
+            dst.tensor.zero_()
+
+        self._measured(COMPUTE, label, self._compute_stream(), 0, zero)
+
+    def _collective(self, label: str, operation: Operation) -> None:
+        stream = self._streams[COMM]
+        issue = self._on_stream
+        self._enqueue(COMM, lambda: self._measured(COMM, label, stream, 0, lambda: issue(stream, operation)))
+
     def _measured(self, lane: str, label: str, stream: int, nbytes: int, operation: Operation) -> None:
         if self._spans is None:
             operation()
@@ -235,6 +264,10 @@ def open_cuda_device(device: torch.device, *, keep_spans: bool, pinned_bytes: in
         ) from error
     from zofftk.device import device_kernels
 
+    def on_stream(address: int, operation: Operation) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(address, device)):
+            operation()
+
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
     return CudaDevice(
@@ -244,4 +277,5 @@ def open_cuda_device(device: torch.device, *, keep_spans: bool, pinned_bytes: in
         runtime=runtime,
         compute_stream=lambda: torch.cuda.current_stream(device).cuda_stream,
         kernels=device_kernels,
+        on_stream=on_stream,
     )

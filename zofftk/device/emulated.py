@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zofftk.device import host_kernels
-from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Event, Place, Placement, Run, StreamName
+from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Buffer, Event, Place, Placement, Run, StreamName
 from zofftk.device.laned import LanedDevice
 
 
@@ -110,6 +110,18 @@ class EmulatedDevice(LanedDevice):
         self._check_usable()
         with self.trace.span(COMPUTE, label):
             host_kernels.copy_back(src.tensor, placement, tensors)
+
+    def _zero(self, label: str, dst: Buffer) -> None:
+        self._check_usable()
+        with self.trace.span(COMPUTE, label):
+            dst.tensor.zero_()
+
+    def _collective(self, label: str, operation: Callable[[], None]) -> None:
+        def run() -> None:
+            with self.trace.span(COMM, label):
+                operation()
+
+        self._enqueue(COMM, run)
 
     def _host_task(self, label: str, task: Callable[[], None]) -> None:
         def run() -> None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from zofftk.device.base import DOWN, HOST, UP, Device, StreamName
+from zofftk.device.base import COMM, DOWN, HOST, UP, Device, StreamName
 from zofftk.errors import StoppedError
 
 Operation = Callable[[], None]
@@ -30,8 +30,15 @@ class LanedDevice(Device):
 
     def _start_lanes(self, before: Callable[[StreamName], Operation | None]) -> None:
         """`before(stream)` gives what its thread does before every operation, or None."""
+        self._before = before
         for stream in (DOWN, UP, HOST):
-            self._lanes[stream] = Lane(stream, self._fault, before(stream))
+            self._start_lane(stream)
+
+    def _start_lane(self, stream: StreamName) -> None:
+        self._lanes[stream] = Lane(stream, self._fault, self._before(stream))
+
+    def _open_comm(self) -> None:
+        self._start_lane(COMM)
 
     def check_going(self) -> None:
         self._check_usable()

@@ -1,0 +1,1 @@
+"""One rank, or many that share the states of one model (ZeRO-2)."""

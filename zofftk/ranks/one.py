@@ -1,0 +1,158 @@
+"""A rank that has all states to itself: buckets leave as soon as they are full, and nobody has to be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from zofftk import clipping
+from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Device, Event
+from zofftk.host_state import HostBucket, HostSegment
+from zofftk.managed import Managed, Update
+from zofftk.staging import Slot
+
+NORM, STEP, ADD, DROP = 2.0, 3.0, 4.0, 5.0  # what all ranks have to do alike
+
+
+class Ranks(Protocol):
+    """How gradients come down and values go up, and who has to agree."""
+
+    size: int
+    rank: int
+
+    def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """These parameters are the same on every rank from now on; raises where the ranks differ in them."""
+        ...
+
+    def in_turn(self, bucket: HostBucket) -> Iterable[HostBucket]:
+        """A bucket is full: those that may leave now."""
+        ...
+
+    def add(self, buckets: Sequence[HostBucket]) -> None:
+        """These leave after all others."""
+        ...
+
+    def last_of_round(self) -> Iterable[HostBucket]:
+        """Those that still have to leave in this round, full or not; after it, another may begin."""
+        ...
+
+    def round_of_others(self) -> Iterable[HostBucket]:
+        """Those that leave in a round that another rank has begun."""
+        ...
+
+    def has_left(self, bucket: HostBucket) -> bool:
+        """In this round, and cannot leave again before the next."""
+        ...
+
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        """Another rank has begun a round that this one has no gradients for, and has to take part in before it `does`
+        what it is about to do; raises where another rank does something else."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether, when all were asked last, one of them had gradients whose norm was not known."""
+        ...
+
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        """What gradients are packed as that come down as `wire`."""
+        ...
+
+    def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
+        """Make the rest of a slot ready; returns the parameters that come down with it."""
+        ...
+
+    def bring_down(self, bucket: HostBucket, slot: Slot, data: Buffer, present: set[int]) -> Event:
+        """Bring the packed gradients into the wire, and their statistics; returns when they are there."""
+        ...
+
+    def bring_up(self, update: Update, data: Buffer) -> tuple[Event, Event]:
+        """Bring new values into a slot; returns when they have left the wire, and when all are in the slot."""
+        ...
+
+    def take_norms(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer) -> None:
+        """On host: the square sum of every parameter's gradient."""
+        ...
+
+    def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
+        """After `take_norms` has ended: what has been gathered is what any rank has gathered."""
+        ...
+
+    def sum_parts(self, flat: torch.Tensor) -> None:
+        """Of a gradient of which each rank has filled in its parts: all of it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the ranks share."""
+        ...
+
+
+class OneRank:
+    """See the module."""
+
+    size, rank = 1, 0
+    has_news = False
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buckets: list[HostBucket] = []
+
+    def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        return
+
+    def in_turn(self, bucket: HostBucket) -> Iterable[HostBucket]:
+        return (bucket,)
+
+    def add(self, buckets: Sequence[HostBucket]) -> None:
+        self._buckets += buckets
+
+    def last_of_round(self) -> Iterable[HostBucket]:
+        return [bucket for bucket in self._buckets if bucket.waiting]
+
+    def round_of_others(self) -> Iterable[HostBucket]:
+        return ()
+
+    def has_left(self, bucket: HostBucket) -> bool:
+        return False
+
+    def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        return False
+
+    def packed_as(self, wire: torch.dtype) -> torch.dtype:
+        return wire
+
+    def fill(self, bucket: HostBucket, data: Buffer) -> set[int]:
+        return set(bucket.waiting)
+
+    def bring_down(self, bucket: HostBucket, slot: Slot, data: Buffer, present: set[int]) -> Event:
+        device = self._device
+        device.wait(DOWN, device.record(COMPUTE), f"packed: {bucket.label} must be complete before it leaves")
+        device.copy_down(f"down: {bucket.label}", bucket.wire, data, bucket.runs(present))
+        device.copy_down(
+            f"down: {bucket.label} statistics", bucket.square_sums, slot.square_sums, bucket.block_runs(present)
+        )
+        return device.record(DOWN)
+
+    def bring_up(self, update: Update, data: Buffer) -> tuple[Event, Event]:
+        label = update.bucket.label
+        self._device.wait(UP, update.written, f"updated: {label} must be written before it leaves")
+        self._device.copy_up(f"up: {label}", data, update.wire, update.bucket.runs(update.present))
+        sent = self._device.record(UP)
+        return sent, sent
+
+    def take_norms(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer) -> None:
+        device = self._device
+        device.wait(HOST, device.record(DOWN), "arrived with statistics: the norm needs those of all buckets")
+        sums = [bucket.square_sums for segment in segments for bucket in segment.buckets]
+        device.host_task("norm", clipping.sum_blocks(segments, norms), reads=sums, writes=[norms])
+
+    def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
+        return
+
+    def sum_parts(self, flat: torch.Tensor) -> None:
+        return
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,1 @@
+"""States that are spread over ranks: described, saved, read on any number of ranks, and made whole."""
