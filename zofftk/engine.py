@@ -37,6 +37,7 @@ from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy, take_kept
+from zofftk.ranks import unlike
 from zofftk.ranks.one import ADD, DROP, NORM, STEP, OneRank, Ranks
 from zofftk.ranks.slices import is_cut, local_of
 from zofftk.rules.base import Hyper, Rule
@@ -187,9 +188,11 @@ class Engine:
     def forget(self, index: int) -> None:
         """Drop what was gathered of a parameter."""
         self.deliver()
-        managed = self.managed[index]
-        if managed.gathered is not Gathered.LIVE:
-            return
+        if self.managed[index].gathered is Gathered.LIVE:
+            self.forget_gathered(self.managed[index])
+
+    def forget_gathered(self, managed: Managed) -> None:
+        index = managed.index
         managed.gathered = Gathered.NOTHING
         self.outstanding[index] = 0
         self._norm_is_known = False
@@ -217,6 +220,8 @@ class Engine:
         self._has_met = True
 
     def _launch(self, bucket: HostBucket) -> None:
+        if self.ranks.size > 1 and bucket is self.buckets[0]:
+            unlike.forget_dropped(self, self._round)
         if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
             self.totals.add(bucket)
         bucket.zero -= bucket.waiting.keys()
@@ -244,23 +249,28 @@ class Engine:
     def scale_gradient(self, index: int, factor: float) -> None:
         """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
         with self._lock:
-            managed = self.managed[index]
             self.take_norms()
-            if managed.gathered is not Gathered.LIVE:
-                managed.square_sum *= factor**2  # what is left of a used gradient is its norm
-                return
-            for bucket in managed.buckets:
-                if index not in bucket.zero:
-                    bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
+            self._scale(self.managed[index], factor)
+
+    def _scale(self, managed: Managed, factor: float) -> None:
+        if managed.gathered is not Gathered.LIVE:
+            managed.square_sum *= factor**2  # what is left of a used gradient is its norm
+            return
+        for bucket in managed.buckets:
+            if managed.index not in bucket.zero:
+                bucket.scale[managed.index] = bucket.scale.get(managed.index, 1.0) * factor
 
     def change_loss_scale(self, value: float) -> None:
         """What has been gathered keeps its true value."""
         self.deliver()
         ratio, self.loss_scale = value / self.loss_scale, value
-        for managed in self.managed if ratio != 1.0 else ():
-            if managed.gathered is Gathered.LIVE:
-                self.scale_gradient(managed.index, ratio)
-                managed.square_sum /= ratio**2
+        live = [managed for managed in self.managed if managed.gathered is Gathered.LIVE]
+        if ratio == 1.0 or not (live or self.ranks.size > 1):
+            return
+        self.take_norms()  # once, on all ranks: they may differ in what they have gathered
+        for managed in live:
+            self._scale(managed, ratio)
+            managed.square_sum /= ratio**2
 
     def zero_gradient(self, index: int) -> None:
         """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""

@@ -24,6 +24,7 @@ from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
 from zofftk.ownership import close_others
 from zofftk.policies import kept_params
+from zofftk.ranks import unlike
 from zofftk.ranks.opening import check_later, check_ranks, open_ranks, open_tensor_parallel
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
@@ -168,6 +169,8 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         self.last_step_skipped = not math.isfinite(norm)
         if self.last_step_skipped:
             self._scale.after_skip(norm, gradients.not_finite(engine), stacklevel=6)  # the line that called step()
+            for index in unlike.keep_elsewhere(engine):
+                self._stand_ins.put(index)
         else:
             self._scale.after_step()
             states.publish_all(engine, self.rule, self.state)

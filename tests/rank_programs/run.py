@@ -58,8 +58,9 @@ def run(program: Program, rank: int, folder: Path) -> str | None:
             runner.close()
     faults: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
-    found = sorted((fault for fault in faults if fault), key=lambda fault: "RankError" in fault)
-    return f"{found[0]}\n{program}" if found else None
+    # What came of another rank's fault, last.
+    found = sorted(filter(None, faults), key=lambda fault: any(word in fault for word in ("RankError", "Wait timeout")))
+    return "\n".join([*found, str(program)]) if found else None
 
 
 class Runner:
