@@ -34,7 +34,6 @@ class LaunchedRanks(Launch):
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self.data_rank, self.timeout_s = rank // tp, timeout_s
-        self.can_save = tp == 1
         self._holds_store = False
         self._meet(device)
 
