@@ -25,10 +25,11 @@ class RankGroup:
         assert isinstance(group, dist.ProcessGroup)
         self.process_group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.members: Sequence[int] = dist.get_process_group_ranks(group)  # by their numbers in the world
         self._device = device
         store: Any = dist.distributed_c10d._get_default_store()
         signs = dist.distributed_c10d.PrefixStore(f"zofftk/{group.group_name}", store)
-        self._watch = Watch(signs, dist.get_rank(), dist.get_process_group_ranks(group))
+        self._watch = Watch(signs, dist.get_rank(), self.members)
         device.open_comm()
 
     def collective(self, label: str, operation: Callable[[Any, Any, Any], None], dst: Buffer, src: Buffer) -> None:

@@ -44,6 +44,7 @@ class ManyRanks:
     def __init__(self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
+        self.members: Sequence[int] = group.members
         self.has_news = True
         self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them

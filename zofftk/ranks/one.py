@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from zofftk import clipping
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Device, Event
@@ -21,6 +22,7 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    members: Sequence[int]  # the ranks by their numbers in the world
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """These parameters are the same on every rank from now on; raises where the ranks differ in them."""
@@ -97,6 +99,7 @@ class OneRank:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.members: Sequence[int] = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
         self._buckets: list[HostBucket] = []
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
