@@ -29,6 +29,7 @@ from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
 from zofftk.ranks.one import ADD, DROP, NORM, STEP
 from zofftk.ranks.slices import slice_box
+from zofftk.ranks.world import in_world
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
@@ -116,10 +117,10 @@ class ManyRanks:
             return True
         if (kinds != kinds[0]).any():
             rank = int((kinds != kinds[0]).argmax())
-            first, other = ALIKE[float(kinds[0])], ALIKE[float(kinds[rank])]
+            first, other = (f"rank {self._named(r)} {ALIKE[float(kinds[r])]}" for r in (0, rank))
             raise RankError(
-                f"the ranks have parted: rank 0 {first} where rank {rank} {other}; every rank has to call "
-                "clip_grad_norm_, step() and add_param_group() alike, and zero_grad() after a backward on every rank"
+                f"the ranks have parted: {first} where {other}; every rank has to call clip_grad_norm_, "
+                "step() and add_param_group() alike, and zero_grad() after a backward on every rank"
             )
         self.has_news = bool((words != kinds).any())
         return False
@@ -205,7 +206,8 @@ class ManyRanks:
     def _check_alike(self, managed: Sequence[Managed], by_rank: np.ndarray) -> None:
         """Who asks for norms, as `clip_grad_norm_` does, asks only for those of gradients it sees."""
         for index in np.flatnonzero((by_rank == NOTHING).any(axis=0) & (by_rank != NOTHING).any(axis=0)):
-            has, lacks = int((by_rank[:, index] != NOTHING).argmax()), int((by_rank[:, index] == NOTHING).argmax())
+            nothing = by_rank[:, index] == NOTHING
+            has, lacks = self._named(int(nothing.argmin())), self._named(int(nothing.argmax()))
             name = managed[int(index)].name
             raise RankError(
                 f"{name} has a gradient on rank {has} and none on rank {lacks}, which would leave it out of the norm: "
@@ -217,6 +219,9 @@ class ManyRanks:
         moved = flat.to(self._words_dev.tensor.device)
         dist.all_reduce(moved, group=self._group.process_group)
         flat.copy_(moved)
+
+    def _named(self, rank: int) -> int:
+        return in_world(rank, self._group.process_group)
 
     def close(self) -> None:
         self._group.close()

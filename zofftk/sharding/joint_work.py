@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from zofftk.errors import RankError
+from zofftk.ranks.world import in_world
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -99,6 +100,9 @@ class JointWork:
             dist.scatter_object_list(mine, answers, group=self.group, group_src=0)
         return self._values(mine, outcome)[0]
 
+    def in_world(self, rank: int) -> int:
+        return in_world(rank, self.group)
+
     def _outcome(self, work: Callable[[], T]) -> T | _Failure:
         try:
             return work()
@@ -111,7 +115,7 @@ class JointWork:
             if isinstance(outcome, _Failure):
                 if isinstance(own, _Failure) and own.rank == outcome.rank:
                     raise own.error
-                outcome.error.add_note(f"(on rank {outcome.rank})")
+                outcome.error.add_note(f"(on rank {self.in_world(outcome.rank)})")
                 raise outcome.error
         return outcomes
 
