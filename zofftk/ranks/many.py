@@ -64,8 +64,9 @@ class ManyRanks:
             (name, tuple(tensor.shape), str(tensor.dtype), f"slice {box}" if (box := slice_box(tensor)) else "whole")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        check_same(described, self._group.process_group)
-        take_firsts(tensors, self._group.process_group)
+        with self._group.at("joining of parameters"):
+            check_same(described, self._group.process_group)
+            take_firsts(tensors, self._group.process_group)
 
     # -- order -------------------------------------------------------------------------------------------------
 
@@ -217,7 +218,8 @@ class ManyRanks:
     def sum_parts(self, flat: torch.Tensor) -> None:
         """Of a gradient of which each rank has filled in its parts: all of it. Nothing else is under way."""
         moved = flat.to(self._words_dev.tensor.device)
-        dist.all_reduce(moved, group=self._group.process_group)
+        with self._group.at("sum of a gradient's parts"):
+            dist.all_reduce(moved, group=self._group.process_group)
         flat.copy_(moved)
 
     def _named(self, rank: int) -> int:
