@@ -46,7 +46,7 @@ class ManyRanks:
         self._group = group
         self.size, self.rank = group.size, group.rank
         self.members: Sequence[int] = group.members
-        self.has_news = True
+        self.has_news, self.rounds, self.met = True, 0, 0
         self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
@@ -86,6 +86,7 @@ class ManyRanks:
         if self._next or any(bucket.waiting for bucket in self._buckets):
             while self._next < len(self._buckets):
                 yield self._leave()
+            self.rounds += 1
         self._next = 0
 
     def round_of_others(self) -> Iterable[HostBucket]:
@@ -115,6 +116,7 @@ class ManyRanks:
         words = device.value("words", self._words)
         kinds = np.floor(words)
         if (kinds == ROUND).any():
+            self.rounds += 1
             return True
         if (kinds != kinds[0]).any():
             rank = int((kinds != kinds[0]).argmax())
@@ -123,7 +125,7 @@ class ManyRanks:
                 f"the ranks have parted: {first} where {other}; every rank has to call clip_grad_norm_, "
                 "step() and add_param_group() alike, and zero_grad() after a backward on every rank"
             )
-        self.has_news = bool((words != kinds).any())
+        self.has_news, self.met = bool((words != kinds).any()), self.rounds
         return False
 
     def _tell(self, word: float) -> None:
@@ -191,10 +193,12 @@ class ManyRanks:
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
         assert self._norms is not None
-        by_rank = self._norms.presence()
+        by_rank, dropped = self._norms.presence()
+        self._check_dropped(managed, dropped)
         if not at_step:
             self._check_alike(managed, by_rank)
         for one, presence in zip(managed, by_rank.max(axis=0), strict=True):
+            one.dropped = 0 if at_step else one.dropped
             one.elsewhere = presence != NOTHING and one.gathered is not Gathered.LIVE
             for bucket in one.buckets:
                 if presence == GRADIENT:
@@ -203,6 +207,15 @@ class ManyRanks:
                     bucket.forget({one.index})
                 if presence == ZEROS:
                     bucket.zero.add(one.index)
+
+    def _check_dropped(self, managed: Sequence[Managed], dropped: np.ndarray) -> None:
+        """A gradient is summed over ranks on its way: who drops it alone has dropped that of the others too."""
+        for index in np.flatnonzero((dropped != dropped[0]).any(axis=0)):
+            has, lacks = self._named(int(dropped[:, index].argmax())), self._named(int(dropped[:, index].argmin()))
+            raise RankError(
+                f"rank {has} has dropped a gradient of {managed[int(index)].name} that rank {lacks} has kept, or not "
+                "had: every rank has to call zero_grad() alike, that of the optimizer where their backwards differ"
+            )
 
     def _check_alike(self, managed: Sequence[Managed], by_rank: np.ndarray) -> None:
         """Who asks for norms, as `clip_grad_norm_` does, asks only for those of gradients it sees."""

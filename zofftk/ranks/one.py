@@ -22,6 +22,8 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    rounds: int  # that have ended; over ranks, they have the same numbers on all of them
+    met: int  # of these, when all ranks were at the same point last
     members: Sequence[int]  # the ranks by their numbers in the world
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -99,6 +101,7 @@ class OneRank:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.rounds = self.met = 0
         self.members: Sequence[int] = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
         self._buckets: list[HostBucket] = []
 
@@ -112,6 +115,7 @@ class OneRank:
         self._buckets += buckets
 
     def last_of_round(self) -> Iterable[HostBucket]:
+        self.rounds += 1
         return [bucket for bucket in self._buckets if bucket.waiting]
 
     def round_of_others(self) -> Iterable[HostBucket]:
