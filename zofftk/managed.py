@@ -32,7 +32,8 @@ class Managed:
     buckets: list[HostBucket]
     gathered: Gathered = Gathered.NOTHING
     elsewhere: bool = False  # only other ranks have a gradient for the coming update
-    round: int = -1  # the round its last gradient came in
+    round: int = -1  # of the ranks, the one its last gradient leaves in
+    dropped: int = 0  # rounds that may hold a gradient of it which was dropped since all ranks did that together
     step: int = 0  # updates it has had
     filled: set[str] = field(default_factory=set)  # moments that hold something
     square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled

@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -68,12 +68,20 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         params = self._all_params()
         check_ranks(merged, params)
         device = merged.device or device_for(params, merged)
-        self._engine = Engine(merged, device, self.rule, open_ranks(merged, device, params))
-        self._engine.tensor_parallel = open_tensor_parallel(merged, device, params)
-        self._stand_ins = StandIns(self._engine)
-        self._engine.loss_scale = self._scale.value
-        self._manage([param for param in self._all_params() if param.requires_grad])
-        weakref.finalize(self, lateness.warn_if_kept, self._engine.policies, os.getpid())
+        with ExitStack() as opened:  # where ranks differ, or one is gone, nothing goes on here
+            opened.callback(device.close)
+            ranks = open_ranks(merged, device, params)
+            opened.callback(ranks.close)
+            if (tensor_parallel := open_tensor_parallel(merged, device, params)) is not None:
+                opened.callback(tensor_parallel.close)
+            engine = self._engine = Engine(merged, device, self.rule, ranks)
+            engine.tensor_parallel = tensor_parallel
+            engine.loss_scale = self._scale.value
+            self._stand_ins = StandIns(engine)
+            opened.callback(self.close)
+            self._manage([param for param in params if param.requires_grad])
+            opened.pop_all()
+        weakref.finalize(self, lateness.warn_if_kept, engine.policies, os.getpid())
 
     # -- parameters --------------------------------------------------------------------------------------------
 
@@ -169,7 +177,7 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         self.last_step_skipped = not math.isfinite(norm)
         if self.last_step_skipped:
             self._scale.after_skip(norm, gradients.not_finite(engine), stacklevel=6)  # the line that called step()
-            for index in unlike.keep_elsewhere(engine):
+            for index in unlike.share_kept(engine):
                 self._stand_ins.put(index)
         else:
             self._scale.after_step()

@@ -29,6 +29,7 @@ from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
 from zofftk.ranks.one import ADD, DROP, NORM, STEP
 from zofftk.ranks.slices import slice_box
+from zofftk.ranks.world import in_world
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
@@ -44,7 +45,8 @@ class ManyRanks:
     def __init__(self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
-        self.has_news = True
+        self.members: Sequence[int] = group.members
+        self.has_news, self.rounds, self.met = True, 0, 0
         self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
@@ -62,8 +64,9 @@ class ManyRanks:
             (name, tuple(tensor.shape), str(tensor.dtype), f"slice {box}" if (box := slice_box(tensor)) else "whole")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        check_same(described, self._group.process_group)
-        take_firsts(tensors, self._group.process_group)
+        with self._group.at("joining of parameters"):
+            check_same(described, self._group.process_group)
+            take_firsts(tensors, self._group.process_group)
 
     # -- order -------------------------------------------------------------------------------------------------
 
@@ -83,6 +86,7 @@ class ManyRanks:
         if self._next or any(bucket.waiting for bucket in self._buckets):
             while self._next < len(self._buckets):
                 yield self._leave()
+            self.rounds += 1
         self._next = 0
 
     def round_of_others(self) -> Iterable[HostBucket]:
@@ -112,15 +116,16 @@ class ManyRanks:
         words = device.value("words", self._words)
         kinds = np.floor(words)
         if (kinds == ROUND).any():
+            self.rounds += 1
             return True
         if (kinds != kinds[0]).any():
             rank = int((kinds != kinds[0]).argmax())
-            first, other = ALIKE[float(kinds[0])], ALIKE[float(kinds[rank])]
+            first, other = (f"rank {self._named(r)} {ALIKE[float(kinds[r])]}" for r in (0, rank))
             raise RankError(
-                f"the ranks have parted: rank 0 {first} where rank {rank} {other}; every rank has to call "
-                "clip_grad_norm_, step() and add_param_group() alike, and zero_grad() after a backward on every rank"
+                f"the ranks have parted: {first} where {other}; every rank has to call clip_grad_norm_, "
+                "step() and add_param_group() alike, and zero_grad() after a backward on every rank"
             )
-        self.has_news = bool((words != kinds).any())
+        self.has_news, self.met = bool((words != kinds).any()), self.rounds
         return False
 
     def _tell(self, word: float) -> None:
@@ -188,10 +193,12 @@ class ManyRanks:
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
         assert self._norms is not None
-        by_rank = self._norms.presence()
+        by_rank, dropped = self._norms.presence()
+        self._check_dropped(managed, dropped)
         if not at_step:
             self._check_alike(managed, by_rank)
         for one, presence in zip(managed, by_rank.max(axis=0), strict=True):
+            one.dropped = 0 if at_step else one.dropped
             one.elsewhere = presence != NOTHING and one.gathered is not Gathered.LIVE
             for bucket in one.buckets:
                 if presence == GRADIENT:
@@ -201,10 +208,20 @@ class ManyRanks:
                 if presence == ZEROS:
                     bucket.zero.add(one.index)
 
+    def _check_dropped(self, managed: Sequence[Managed], dropped: np.ndarray) -> None:
+        """A gradient is summed over ranks on its way: who drops it alone has dropped that of the others too."""
+        for index in np.flatnonzero((dropped != dropped[0]).any(axis=0)):
+            has, lacks = self._named(int(dropped[:, index].argmax())), self._named(int(dropped[:, index].argmin()))
+            raise RankError(
+                f"rank {has} has dropped a gradient of {managed[int(index)].name} that rank {lacks} has kept, or not "
+                "had: every rank has to call zero_grad() alike, that of the optimizer where their backwards differ"
+            )
+
     def _check_alike(self, managed: Sequence[Managed], by_rank: np.ndarray) -> None:
         """Who asks for norms, as `clip_grad_norm_` does, asks only for those of gradients it sees."""
         for index in np.flatnonzero((by_rank == NOTHING).any(axis=0) & (by_rank != NOTHING).any(axis=0)):
-            has, lacks = int((by_rank[:, index] != NOTHING).argmax()), int((by_rank[:, index] == NOTHING).argmax())
+            nothing = by_rank[:, index] == NOTHING
+            has, lacks = self._named(int(nothing.argmin())), self._named(int(nothing.argmax()))
             name = managed[int(index)].name
             raise RankError(
                 f"{name} has a gradient on rank {has} and none on rank {lacks}, which would leave it out of the norm: "
@@ -214,8 +231,12 @@ class ManyRanks:
     def sum_parts(self, flat: torch.Tensor) -> None:
         """Of a gradient of which each rank has filled in its parts: all of it. Nothing else is under way."""
         moved = flat.to(self._words_dev.tensor.device)
-        dist.all_reduce(moved, group=self._group.process_group)
+        with self._group.at("sum of a gradient's parts"):
+            dist.all_reduce(moved, group=self._group.process_group)
         flat.copy_(moved)
+
+    def _named(self, rank: int) -> int:
+        return in_world(rank, self._group.process_group)
 
     def close(self) -> None:
         self._group.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from zofftk import clipping
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Device, Event
@@ -21,6 +22,9 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    rounds: int  # that have ended; over ranks, they have the same numbers on all of them
+    met: int  # of these, when all ranks were at the same point last
+    members: Sequence[int]  # the ranks by their numbers in the world
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """These parameters are the same on every rank from now on; raises where the ranks differ in them."""
@@ -97,6 +101,8 @@ class OneRank:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.rounds = self.met = 0
+        self.members: Sequence[int] = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
         self._buckets: list[HostBucket] = []
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -109,6 +115,7 @@ class OneRank:
         self._buckets += buckets
 
     def last_of_round(self) -> Iterable[HostBucket]:
+        self.rounds += 1
         return [bucket for bucket in self._buckets if bucket.waiting]
 
     def round_of_others(self) -> Iterable[HostBucket]:

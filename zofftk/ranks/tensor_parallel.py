@@ -44,8 +44,9 @@ class TensorParallel:
             (name, tuple(tensor.shape), str(tensor.dtype), str(placement[1]) if (placement := placed(tensor)) else "")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        check_same(described, self._group.process_group)
-        take_firsts([tensor for tensor in tensors if not is_cut(tensor)], self._group.process_group)
+        with self._group.at("joining of slices"):
+            check_same(described, self._group.process_group)
+            take_firsts([tensor for tensor in tensors if not is_cut(tensor)], self._group.process_group)
         return self._group.rank == 0
 
     def combine_norms(self, managed: Sequence[Managed], norms: Buffer) -> None:
