@@ -241,23 +241,21 @@ class Engine:
     def scale_gradient(self, index: int, factor: float) -> None:
         """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
         with self._lock:
-            managed = self.managed[index]
             self.take_norms()
-            if managed.gathered is not Gathered.LIVE:
+            if (managed := self.managed[index]).gathered is Gathered.LIVE:
+                managed.scale_gathered(factor)
+            else:
                 managed.square_sum *= factor**2  # what is left of a used gradient is its norm
-                return
-            for bucket in managed.buckets:
-                if index not in bucket.zero:
-                    bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
 
     def change_loss_scale(self, value: float) -> None:
         """What has been gathered keeps its true value."""
-        self.deliver()
         ratio, self.loss_scale = value / self.loss_scale, value
-        for managed in self.managed if ratio != 1.0 else ():
-            if managed.gathered is Gathered.LIVE:
-                self.scale_gradient(managed.index, ratio)
-                managed.square_sum /= ratio**2
+        if ratio != 1.0:
+            self.close_round()
+            for managed in self.managed:
+                if managed.is_live:
+                    managed.scale_gathered(ratio)
+                    managed.square_sum /= ratio**2
 
     def zero_gradient(self, index: int) -> None:
         """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""

@@ -27,11 +27,17 @@ def take_firsts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> No
     first = dist.get_global_rank(group, 0)
     for tensor in tensors:
         local = local_of(tensor).detach()
-        values = local.contiguous()
+        values = local.clone(memory_format=torch.contiguous_format)
         dist.broadcast(values, first, group=group)
-        if values is not local:
+        if not torch.equal(
+            _bits(values), _bits(local)
+        ):  # else a backward may still want to read them: of a parameter just unfrozen
             local.copy_(values)
-        torch.autograd.graph.increment_version(tensor)
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _difference(first: Sequence[object], other: Sequence[object]) -> str:
