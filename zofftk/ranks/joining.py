@@ -29,9 +29,8 @@ def take_firsts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> No
         local = local_of(tensor).detach()
         values = local.clone(memory_format=torch.contiguous_format)
         dist.broadcast(values, first, group=group)
-        if not torch.equal(
-            _bits(values), _bits(local)
-        ):  # else a backward may still want to read them: of a parameter just unfrozen
+        # What need not be written to is not: a backward may want to read a parameter that was unfrozen before it.
+        if not torch.equal(_bits(values), _bits(local)):
             local.copy_(values)
             torch.autograd.graph.increment_version(tensor)
 
