@@ -249,27 +249,20 @@ class Engine:
         """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
         with self._lock:
             self.take_norms()
-            self._scale(self.managed[index], factor)
-
-    def _scale(self, managed: Managed, factor: float) -> None:
-        if managed.gathered is not Gathered.LIVE:
-            managed.square_sum *= factor**2  # what is left of a used gradient is its norm
-            return
-        for bucket in managed.buckets:
-            if managed.index not in bucket.zero:
-                bucket.scale[managed.index] = bucket.scale.get(managed.index, 1.0) * factor
+            if (managed := self.managed[index]).gathered is Gathered.LIVE:
+                managed.scale_gathered(factor)
+            else:
+                managed.square_sum *= factor**2  # what is left of a used gradient is its norm
 
     def change_loss_scale(self, value: float) -> None:
         """What has been gathered keeps its true value."""
-        self.deliver()
         ratio, self.loss_scale = value / self.loss_scale, value
-        live = [managed for managed in self.managed if managed.gathered is Gathered.LIVE]
-        if ratio == 1.0 or not (live or self.ranks.size > 1):
-            return
-        self.take_norms()  # once, on all ranks: they may differ in what they have gathered
-        for managed in live:
-            self._scale(managed, ratio)
-            managed.square_sum /= ratio**2
+        if ratio != 1.0:
+            self.close_round()
+            for managed in self.managed:
+                if managed.is_live:
+                    managed.scale_gathered(ratio)
+                    managed.square_sum /= ratio**2
 
     def zero_gradient(self, index: int) -> None:
         """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""

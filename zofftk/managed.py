@@ -72,6 +72,12 @@ class Managed:
         bucket = self.buckets[0]
         return 0.0 if self.index in bucket.zero else self.square_sum * bucket.scale.get(self.index, 1.0) ** 2
 
+    def scale_gathered(self, factor: float) -> None:
+        """Of the gathered gradient, what is there: true zeros stay."""
+        for bucket in self.buckets:
+            if self.index not in bucket.zero:
+                bucket.scale[self.index] = bucket.scale.get(self.index, 1.0) * factor
+
     def note(self) -> None:
         """The tensor is as the host's states say."""
         self.is_loaded = False

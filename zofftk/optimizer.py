@@ -30,7 +30,8 @@ from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
-from zofftk.state_dict import entries_of_others, groups_to_load, match_states, on_host
+from zofftk.state_dict import blank_state, entries_of_others, groups_to_load, match_states, on_host
+from zofftk.unfrozen import norm_check
 from zofftk.validation import check_memory, check_param, parameter_name
 
 
@@ -72,6 +73,7 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
             opened.callback(device.close)
             ranks = open_ranks(merged, device, params)
             opened.callback(ranks.close)
+            ranks.check_norm = norm_check(self)
             if (tensor_parallel := open_tensor_parallel(merged, device, params)) is not None:
                 opened.callback(tensor_parallel.close)
             engine = self._engine = Engine(merged, device, self.rule, ranks)
@@ -334,7 +336,11 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         for managed in engine.managed:
             managed.segment.have(engine.device, self._states_of([managed.tensor]))
             states.publish(engine, self.rule, self.state, managed, all_of=True)
-        return self.state_dict()
+        saved = self.state_dict()
+        for number, param in enumerate(self._all_params()):
+            if id(param) not in self._managed:  # frozen: whole, as `load_state_dict` keeps it for when it is trained
+                saved["state"].setdefault(number, blank_state(param, self._states_of([param])))
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits.

@@ -12,7 +12,7 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ class ManyRanks:
         self.size, self.rank = group.size, group.rank
         self.members: Sequence[int] = group.members
         self.has_news, self.rounds, self.met = True, 0, 0
+        self.check_norm: Callable[[], None] = lambda: None
         self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
@@ -106,6 +107,8 @@ class ManyRanks:
     # -- words -------------------------------------------------------------------------------------------------
 
     def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        if does == NORM:
+            self.check_norm()
         self._tell(does + (0.0 if knows_norm else NEWS))
         device = self._device
         device.wait(

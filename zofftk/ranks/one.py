@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ class Ranks(Protocol):
     rank: int
     rounds: int  # that have ended; over ranks, they have the same numbers on all of them
     met: int  # of these, when all ranks were at the same point last
+    check_norm: Callable[[], None]  # raises where a norm would lack gradients
     members: Sequence[int]  # the ranks by their numbers in the world
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -102,6 +103,7 @@ class OneRank:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.rounds = self.met = 0
+        self.check_norm: Callable[[], None] = lambda: None  # one rank has all of them, wherever they are
         self.members: Sequence[int] = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
         self._buckets: list[HostBucket] = []
 
