@@ -26,7 +26,7 @@ def test_python_blocks_run(code):
 
 
 def test_there_are_blocks_to_run():
-    assert len(PYTHON_BLOCKS) == 7
+    assert len(PYTHON_BLOCKS) == 8
 
 
 def test_make_targets_exist():

@@ -359,7 +359,7 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
         if rank == 1:  # its file goes elsewhere
             writer = saving.summing_writer
             saving.summing_writer = lambda folder: writer(tmp_path / "elsewhere")
-        because = r"rank 0 does not see it: expected a file system that all ranks share: .*__1_0.distcp"
+        because = r"the first rank does not see it: expected a file system that all ranks share: .*__1_0.distcp"
         with pytest.raises(FileNotFoundError, match=because):
             save_sharded({"a": 2, "b": ShardedState((2,), torch.float32, [(rank, torch.ones(1))])}, tmp_path / "ckpt")
 

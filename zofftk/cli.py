@@ -141,7 +141,6 @@ def train_on(ranks: Launch, given: dict[str, Any]) -> int:
     asked = {field.name: given[field.name] for field in fields(TrainConfig) if field.name in given}
     if "data" in asked:
         asked["data"] = tuple(os.path.abspath(file) for file in asked["data"])
-    ranks.each(lambda: check_saves(ranks, given))
     checkpoint = load_any_checkpoint(given["resume"], ranks) if "resume" in given else None
 
     def configure() -> TrainConfig:
@@ -163,12 +162,6 @@ def train_on(ranks: Launch, given: dict[str, Any]) -> int:
     from zofftk.train import train
 
     return train(config, kept, resume=checkpoint, ranks=ranks)
-
-
-def check_saves(ranks: Launch, given: dict[str, Any]) -> None:
-    for name in ("save", "save_every", "resume"):
-        if name in given and not ranks.can_save:
-            raise InputError(f"--{name.replace('_', '-')}: expected none with --tp, whose states are not saved yet")
 
 
 def load_any_checkpoint(path: Path, ranks: Launch) -> "Checkpoint":

@@ -11,3 +11,7 @@ class StoppedError(RuntimeError):
 
 class RankError(RuntimeError):
     """Another rank is gone, held up, or has parted from this one; the message names it."""
+
+
+class RankGoneError(RankError):
+    """Another rank is gone, or does not come; whoever raises it knows no more than that."""

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from zofftk.errors import InputError, RankError
+from zofftk.errors import InputError, RankError, RankGoneError
 from zofftk.launch import Launch
 from zofftk.ranks.watch import INTERVAL_S, Watch
-from zofftk.sharding.joint_work import JointWork, SomeRankError, talking
+from zofftk.sharding.joint_work import JointWork, talking
 
 T = TypeVar("T")
 _dist: Any = dist  # stores are not marked as exported
@@ -34,7 +34,6 @@ class LaunchedRanks(Launch):
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self.data_rank, self.timeout_s = rank // tp, timeout_s
-        self.can_save = tp == 1
         self._holds_store = False
         self._meet(device)
 
@@ -71,10 +70,10 @@ class LaunchedRanks(Launch):
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, RankError) and not isinstance(error, SomeRankError):
+            if isinstance(error, RankError) and not isinstance(error, RankGoneError):
                 if self._watch.verdict is None:
                     raise
-            elif not (isinstance(error, SomeRankError | dist.DistError) or _is_from_gloo(error)):
+            elif not (isinstance(error, RankGoneError | dist.DistError) or _is_from_gloo(error)):
                 raise
             raise self._watch.blame(error.__cause__ or error) from error
 
@@ -89,7 +88,7 @@ class LaunchedRanks(Launch):
             try:
                 return talk()
             except Exception as error:
-                error.is_known_to_all = not isinstance(error, SomeRankError)  # type: ignore[attr-defined]
+                error.is_known_to_all = not isinstance(error, RankGoneError)  # type: ignore[attr-defined]
                 raise
 
     def build_meshes(self, device: torch.device) -> None:

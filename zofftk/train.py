@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -32,6 +32,7 @@ from zofftk.train_config import TrainConfig
 if TYPE_CHECKING:
     from zofftk import OffloadAdamW
 
+G = TypeVar("G", bound=GPT)
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 WARMUP_STEPS = 20
 FINAL_LR_FRACTION = 0.1
@@ -74,7 +75,7 @@ def train(
     failures = []
     with ranks.closing(training.optimizer):
         interrupted = run_steps(training, outputs, console)
-        wanted = ranks.can_save and (interrupted or outputs.save is not None or outputs.save_every is not None)
+        wanted = interrupted or outputs.save is not None or outputs.save_every is not None
         saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
         written = ranks.first(lambda: write_results(training, outputs, record, failures))
         if not interrupted:
@@ -175,12 +176,16 @@ def load_text(config: TrainConfig, resume: Checkpoint | None, ranks: Launch) -> 
 
 
 def build_model(config: TrainConfig, resume: Checkpoint | None, device: torch.device, ranks: Launch) -> GPT:
-    kind: dict[str, Any] = {"seed": config.seed, "dtype": TORCH_DTYPES[config.dtype], "device": device}
-    if ranks.tp > 1:
-        from zofftk.split_gpt import build_split_gpt
+    if ranks.tp == 1:
+        return build_whole(GPT, config, resume, device)
+    from zofftk.split_gpt import SplitGPT, split
 
-        return build_split_gpt(config.model, ranks.mesh, **kind)
-    model = build_gpt(config.model, **kind)
+    # Cut when it has its values: those in a file of one rank are whole.
+    return split(build_whole(SplitGPT, config, resume, device), ranks.mesh)
+
+
+def build_whole(kind: type[G], config: TrainConfig, resume: Checkpoint | None, device: torch.device) -> G:
+    model = build_gpt(config.model, seed=config.seed, dtype=TORCH_DTYPES[config.dtype], device=device, kind=kind)
     if resume:
         resume.check_model(config.model, model)
         resume.load_model(model)

@@ -27,11 +27,16 @@ def take_firsts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> No
     first = dist.get_global_rank(group, 0)
     for tensor in tensors:
         local = local_of(tensor).detach()
-        values = local.contiguous()
+        values = local.clone(memory_format=torch.contiguous_format)
         dist.broadcast(values, first, group=group)
-        if values is not local:
+        # What need not be written to is not: a backward may want to read a parameter that was unfrozen before it.
+        if not torch.equal(_bits(values), _bits(local)):
             local.copy_(values)
-        torch.autograd.graph.increment_version(tensor)
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _difference(first: Sequence[object], other: Sequence[object]) -> str:

@@ -12,7 +12,7 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -45,7 +45,9 @@ class ManyRanks:
     ) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
-        self.has_news = True
+        self.members: Sequence[int] = group.members
+        self.has_news, self.rounds, self.met = True, 0, 0
+        self.check_norm: Callable[[], None] = lambda: None
         self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
@@ -84,6 +86,7 @@ class ManyRanks:
         if self._next or any(bucket.waiting for bucket in self._buckets):
             while self._next < len(self._buckets):
                 yield self._leave()
+            self.rounds += 1
         self._next = 0
 
     def round_of_others(self) -> Iterable[HostBucket]:
@@ -103,19 +106,22 @@ class ManyRanks:
     # -- words -------------------------------------------------------------------------------------------------
 
     def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
+        if does == NORM:
+            self.check_norm()
         self._tell(does + (0.0 if knows_norm else NEWS))
         words = self._hear()
         kinds = np.floor(words)
         if (kinds == ROUND).any():
+            self.rounds += 1
             return True
         if (kinds != kinds[0]).any():
             rank = int((kinds != kinds[0]).argmax())
-            first, other = ALIKE[float(kinds[0])], ALIKE[float(kinds[rank])]
+            first, other = (f"rank {self._named(r)} {ALIKE[float(kinds[r])]}" for r in (0, rank))
             raise RankError(
-                f"the ranks have parted: rank 0 {first} where rank {rank} {other}; every rank has to call "
-                "clip_grad_norm_, step() and add_param_group() alike, and zero_grad() after a backward on every rank"
+                f"the ranks have parted: {first} where {other}; every rank has to call clip_grad_norm_, "
+                "step() and add_param_group() alike, and zero_grad() after a backward on every rank"
             )
-        self.has_news = bool((words != kinds).any())
+        self.has_news, self.met = bool((words != kinds).any()), self.rounds
         return False
 
     def _hear(self) -> np.ndarray:
@@ -192,10 +198,12 @@ class ManyRanks:
         self._norms.run(segments, managed, norms)
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
-        by_rank = self._presence(managed)
+        by_rank, dropped = self._presence(managed)
+        self._check_dropped(managed, dropped)
         if not at_step:
             self._check_alike(managed, by_rank)
         for one, presence in zip(managed, by_rank.max(axis=0), strict=True):
+            one.dropped = 0 if at_step else one.dropped
             one.elsewhere = presence != NOTHING and one.gathered is not Gathered.LIVE
             for bucket in one.buckets:
                 if presence == GRADIENT:
@@ -205,15 +213,25 @@ class ManyRanks:
                 if presence == ZEROS:
                     bucket.zero.add(one.index)
 
-    def _presence(self, managed: Sequence[Managed]) -> np.ndarray:
-        """What each rank (rows) has of each parameter."""
+    def _presence(self, managed: Sequence[Managed]) -> tuple[np.ndarray, np.ndarray]:
+        """What each rank (rows) has of each parameter, and has dropped."""
         assert self._norms is not None
         return self._norms.presence()
+
+    def _check_dropped(self, managed: Sequence[Managed], dropped: np.ndarray) -> None:
+        """A gradient is summed over ranks on its way: who drops it alone has dropped that of the others too."""
+        for index in np.flatnonzero((dropped != dropped[0]).any(axis=0)):
+            has, lacks = self._named(int(dropped[:, index].argmax())), self._named(int(dropped[:, index].argmin()))
+            raise RankError(
+                f"rank {has} has dropped a gradient of {managed[int(index)].name} that rank {lacks} has kept, or not "
+                "had: every rank has to call zero_grad() alike, that of the optimizer where their backwards differ"
+            )
 
     def _check_alike(self, managed: Sequence[Managed], by_rank: np.ndarray) -> None:
         """Who asks for norms, as `clip_grad_norm_` does, asks only for those of gradients it sees."""
         for index in np.flatnonzero((by_rank == NOTHING).any(axis=0) & (by_rank != NOTHING).any(axis=0)):
-            has, lacks = int((by_rank[:, index] != NOTHING).argmax()), int((by_rank[:, index] == NOTHING).argmax())
+            nothing = by_rank[:, index] == NOTHING
+            has, lacks = self._named(int(nothing.argmin())), self._named(int(nothing.argmax()))
             name = managed[int(index)].name
             raise RankError(
                 f"{name} has a gradient on rank {has} and none on rank {lacks}, which would leave it out of the norm: "
@@ -223,8 +241,12 @@ class ManyRanks:
     def sum_parts(self, flat: torch.Tensor) -> None:
         """Of a gradient of which each rank has filled in its parts: all of it. Nothing else is under way."""
         moved = flat.to(self._words_dev.tensor.device)
-        self._group.sum(moved)
+        self._group.sum(moved, "sum of a gradient's parts")
         flat.copy_(moved)
+
+    def _named(self, rank: int) -> int:
+        """By its number in the world."""
+        return self.members[rank]
 
     def close(self) -> None:
         self._group.close()

@@ -20,6 +20,7 @@ from zofftk.ranks.group import RankGroup
 from zofftk.ranks.virtual_group import VirtualGroup
 
 NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
+DROPPED = 4.0  # added to one of these for each round in which it may have had one that it has dropped
 
 
 class NormExchange:
@@ -46,7 +47,7 @@ class NormExchange:
         """Enqueue it all; `norms` and `presence` are there when the host stream has ended."""
         device = self._device
         sums = [bucket.square_sums for segment in segments for bucket in segment.buckets]
-        presence = np.array([presence_of(one) for one in managed], np.float64)
+        presence = np.array([presence_of(one) + DROPPED * one.dropped for one in managed], np.float64)
         tell = partial(self._tell, segments, presence)
         device.host_task("norm: own blocks", tell, reads=sums, writes=[self._own])
         device.wait(UP, device.record(HOST), "own norms: they must be written before they leave")
@@ -72,10 +73,12 @@ class NormExchange:
         for segment, order in zip(segments, self._order, strict=True):
             clipping.add_blocks(segment, gathered[order], norms.tensor.numpy())
 
-    def presence(self) -> np.ndarray:
-        """What each rank (rows) has of each parameter; to be asked when the host stream has ended."""
+    def presence(self) -> tuple[np.ndarray, np.ndarray]:
+        """What each rank (rows) has of each parameter, and in how many rounds it may have dropped some of it; to be
+        asked when the host stream has ended."""
         gathered = self._device.value("presence", self._all).reshape(self._size, self._numel)
-        return gathered[:, self._numel - self._num_params :]
+        dropped, presence = np.divmod(gathered[:, self._numel - self._num_params :], DROPPED)
+        return presence, dropped
 
 
 def presence_of(managed: Managed) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from zofftk import clipping
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Device, Event
@@ -21,6 +22,10 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    rounds: int  # that have ended; over ranks, they have the same numbers on all of them
+    met: int  # of these, when all ranks were at the same point last
+    check_norm: Callable[[], None]  # raises where a norm would lack gradients
+    members: Sequence[int]  # the ranks by their numbers in the world
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """These parameters are the same on every rank from now on; raises where the ranks differ in them."""
@@ -97,6 +102,9 @@ class OneRank:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.rounds = self.met = 0
+        self.check_norm: Callable[[], None] = lambda: None  # one rank has all of them, wherever they are
+        self.members: Sequence[int] = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
         self._buckets: list[HostBucket] = []
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -109,6 +117,7 @@ class OneRank:
         self._buckets += buckets
 
     def last_of_round(self) -> Iterable[HostBucket]:
+        self.rounds += 1
         return [bucket for bucket in self._buckets if bucket.waiting]
 
     def round_of_others(self) -> Iterable[HostBucket]:

@@ -23,6 +23,7 @@ class VirtualRanks(ManyRanks):
     def _hear(self) -> np.ndarray:
         return np.full_like(super()._hear(), self._told)
 
-    def _presence(self, managed: Sequence[Managed]) -> np.ndarray:
+    def _presence(self, managed: Sequence[Managed]) -> tuple[np.ndarray, np.ndarray]:
         super()._presence(managed)
-        return np.array([[presence_of(one) for one in managed]])
+        presence = np.array([[presence_of(one) for one in managed]])
+        return presence, np.zeros_like(presence)

@@ -22,6 +22,7 @@ class VirtualGroup:
         if size < 1:
             raise ValueError(f"size must be 1 rank or more, got {size}")
         self.size = size
+        self.members = range(size)
 
     def open(self, device: Device) -> None:
         """Collectives are `device`'s."""
@@ -37,7 +38,7 @@ class VirtualGroup:
     def take_firsts(self, tensors: Sequence[torch.Tensor]) -> None:
         """There are no values."""
 
-    def sum(self, values: torch.Tensor) -> None:
+    def sum(self, values: torch.Tensor, label: str) -> None:
         """There are no values."""
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def gather_full(state: Any, group: ProcessGroup | None = None, *, dst: int | Non
     leaves = dict(_leaves(state, "state"))
     held = [_Held.of(name, leaf) for name, leaf in leaves.items()]
     by_rank = ranks.each(lambda: held)
-    owners = _owners(by_rank)  # raises the same on all ranks: all have the same words
+    owners = _owners(by_rank, ranks)  # raises the same on all ranks: all have the same words
     receives = dst is None or dst == ranks.rank
     whole: dict[str, torch.Tensor] = {}
     for number, (name, leaf) in enumerate(leaves.items()):
@@ -145,14 +145,15 @@ def _send(chunk: torch.Tensor, owner: int, ranks: JointWork, dst: int | None) ->
             dist.send(chunk.view(torch.uint8), group=ranks.group, group_dst=dst)
 
 
-def _owners(by_rank: list[list[_Held]]) -> list[list[_Range]]:
+def _owners(by_rank: list[list[_Held]], ranks: JointWork) -> list[list[_Range]]:
     """Of each state, its ranges in order with the rank that holds each."""
     first = [(held.name, held.shape, held.dtype) for held in by_rank[0]]
     for rank, states in enumerate(by_rank):
         others = [(held.name, held.shape, held.dtype) for held in states]
         if others != first:
             mine, theirs = next(pair for pair in zip_longest(first, others) if pair[0] != pair[1])
-            raise InputError(f"rank 0 and rank {rank} hold different states: {mine} and {theirs}")
+            names = f"rank {ranks.in_world(0)} and rank {ranks.in_world(rank)}"
+            raise InputError(f"{names} hold different states: {mine} and {theirs}")
     return [
         _owners_of(name, shape, [states[number] for states in by_rank]) for number, (name, shape, _) in enumerate(first)
     ]

@@ -12,14 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from zofftk.errors import RankError
+from zofftk.errors import RankGoneError
+from zofftk.ranks.own_group import make_group
+from zofftk.ranks.world import in_world
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class SomeRankError(RankError):
-    """Another rank is gone; which one, this module does not know."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,7 @@ class JointWork:
         groups = _groups.setdefault(group, {})
         if purpose not in groups:
             ranks = dist.get_process_group_ranks(group)
-            groups[purpose] = dist.new_group(
-                ranks, backend="gloo", timeout=_timeout_of(group), use_local_synchronization=True
-            )
+            groups[purpose] = make_group(ranks, timeout=_timeout_of(group), backend="gloo")
         return JointWork(groups[purpose], rank, size)
 
     def each(self, work: Callable[[], T]) -> list[T]:
@@ -99,6 +95,9 @@ class JointWork:
             dist.scatter_object_list(mine, answers, group=self.group, group_src=0)
         return self._values(mine, outcome)[0]
 
+    def in_world(self, rank: int) -> int:
+        return in_world(rank, self.group)
+
     def _outcome(self, work: Callable[[], T]) -> T | _Failure:
         try:
             return work()
@@ -111,7 +110,7 @@ class JointWork:
             if isinstance(outcome, _Failure):
                 if isinstance(own, _Failure) and own.rank == outcome.rank:
                     raise own.error
-                outcome.error.add_note(f"(on rank {outcome.rank})")
+                outcome.error.add_note(f"(on rank {self.in_world(outcome.rank)})")
                 raise outcome.error
         return outcomes
 
@@ -142,4 +141,4 @@ def talking() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise SomeRankError(f"another rank has ended, or does not answer ({reason})") from error
+        raise RankGoneError(f"another rank has ended, or does not answer ({reason})") from error
