@@ -76,12 +76,12 @@ class Optimum:
     def rivals(self) -> tuple[Placement, ...]:
         """Others that are no worse than `offload` in CPU compute, link bytes and GPU bytes.
 
-        Without any, `offload` is optimal and the only one: whatever saves as much costs more.
+        Without any, `offload` is optimal and the only one: whatever saves as much costs more. No placement in scope has
+        more CPU compute than its O(M).
         """
         all_, ours = self.placements, self.placements.find(self.offload.on_cpu)
         no_worse = (
             all_.in_scope
-            & (all_.cpu_compute <= int(ours.cpu_compute))
             & (all_.link <= int(ours.link_bytes_per_param * all_.scale))
             & (all_.gpu <= int(ours.gpu_bytes_per_param * all_.scale))
         )
@@ -98,8 +98,7 @@ class Optimum:
             gpu = all_.gpu[here].min()
             if fewest is None or gpu < fewest:
                 fewest = gpu
-                here &= all_.gpu == gpu
-                chosen |= here & (all_.cpu_compute == all_.cpu_compute[here].min())
+                chosen |= here & (all_.gpu == gpu)
         return tuple(sorted(all_.select(chosen), key=lambda each: each.link_bytes_per_param))
 
     @cached_property
@@ -111,7 +110,7 @@ class Optimum:
         the GPU are those of one layer at a time there.
         """
         all_ = self.placements
-        fits = ~all_.cuts_activations
+        fits = all_.in_scope
         for name, role in self.graph.nodes(data="role"):
             if role in ("parameter", *STATE_ROLES):
                 fits &= all_.on_cpu(name)
