@@ -61,16 +61,19 @@ def test_wrong_arguments_get_one_line(capsys, monkeypatch, tmp_path, arguments, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["doctor", "--help"], ["dataflow", "--help"], ["bench", "--help"]]
+)
 def test_help_names_every_command_and_option(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     expected = {
-        "--help": ["train", "doctor", "bench"],
+        "--help": ["train", "doctor", "dataflow", "bench"],
         "train": ["--preset", "--resume", "70b"],
         "doctor": ["advice"],
+        "dataflow": ["--optimizer", "--split", "--on-cpu", "--draw", "--json"],
         "bench": ["cpu-adam"],
     }
     for word in expected[arguments[0]]:

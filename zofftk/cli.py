@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from zofftk.dataflow.command import add_dataflow
 from zofftk.errors import InputError, RankError
 from zofftk.launch import Launch, launched
 from zofftk.outputs import Outputs, run_folder
@@ -62,6 +63,7 @@ def build_parser(*, bench: bool = False) -> argparse.ArgumentParser:
     doctor.description = "Lists what the engine can use here, with one line of advice for each thing missing."
     doctor.add_argument("--measure", action="store_true", help="measure this machine too: the profile 'this'")
     doctor.set_defaults(run=run_doctor)
+    add_dataflow(commands.add_parser("dataflow", help="compare every placement of training's data on GPU and CPU"))
     add_bench(commands.add_parser("bench", help="measure a part of the engine"), chosen=bench)
     return parser
 

@@ -1,0 +1,1 @@
+"""Where each node of mixed-precision training may live, and what each choice moves over the link."""
