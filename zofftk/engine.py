@@ -105,8 +105,9 @@ class Engine:
         self.segments.append(segment)
         self.buckets += segment.buckets
         self.ranks.add(segment.buckets)
+        buckets_of = segment.buckets_of_params()
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
-            buckets = [bucket for bucket in segment.buckets if i in bucket.params]
+            buckets = buckets_of[i]
             is_copy = not is_first and not is_cut(tensor)
             self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire, is_copy=is_copy))
         self.outstanding.extend(bytes(len(tensors)))

@@ -130,6 +130,14 @@ class HostSegment:
         """With the fp32 totals, where there are any."""
         return self.nbytes + sum(bucket.total.nbytes for bucket in self.buckets if bucket.total is not None)
 
+    def buckets_of_params(self) -> dict[int, list[HostBucket]]:
+        """By parameter, in the order of the line."""
+        found: dict[int, list[HostBucket]] = {}
+        for bucket in self.buckets:
+            for param in bucket.params:
+                found.setdefault(param, []).append(bucket)
+        return found
+
     def have(self, device: Device, states: Iterable[str]) -> None:
         """Make room for moments that are not there yet: zeros."""
         for state in states:

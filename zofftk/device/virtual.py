@@ -37,7 +37,8 @@ class VirtualDevice(Device):
         keep_spans: keep a span of every operation, in virtual time, for `trace.write`.
         answer: what every element of a value is that the engine looks at, such as a norm.
 
-    `allocated_bytes` counts what buffers take by place; `locked_bytes` is the page-locked part of the host's;
+    `allocated_bytes` counts what buffers take by place, `named_bytes` by place and name; `locked_bytes` is the
+    page-locked part of the host's;
     `bytes_between` is what this rank has sent to others; `busy_ns` is how long each stream has worked.
     """
 
@@ -49,6 +50,7 @@ class VirtualDevice(Device):
         self._free_ns: Counter[str] = Counter()  # when each stream has done what was enqueued on it
         self._model: _ModelSpan | None = None
         self.allocated_bytes: Counter[Place] = Counter()
+        self.named_bytes: Counter[tuple[Place, str]] = Counter()
         self.locked_bytes = 0
         self.bytes_between = 0
         self.busy_ns: Counter[str] = Counter()
@@ -87,6 +89,12 @@ class VirtualDevice(Device):
         self._end_model_span()
 
     # -- memory ------------------------------------------------------------------------------------------------
+
+    def buffer(
+        self, name: str, numel: int, dtype: torch.dtype, place: Place, *, zero: bool = False, on_link: bool = False
+    ) -> Buffer:
+        self.named_bytes[place, name] += numel * dtype.itemsize
+        return super().buffer(name, numel, dtype, place, zero=zero, on_link=on_link)
 
     def _allocate(self, numel: int, dtype: torch.dtype, place: Place, zero: bool, on_link: bool) -> torch.Tensor:
         nbytes = numel * dtype.itemsize

@@ -6,7 +6,8 @@ tensors, each for as long as the profile says. Layers that repeat are run a few 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,17 +123,26 @@ def dry_run(
         options.setdefault("delay_after", 1)
     durations = Durations(profile, ranks, slices)
     rehearsal = Rehearsal(build, loss, durations, dtype=dtype, in_full=in_full, keep_spans=keep_spans)
-    params, group = list(rehearsal.program.params.items()), VirtualGroup(ranks)
-    _check_slices([param for _, param in params], slices)
+    with training(rehearsal, optimizer, overlap=overlap, **options) as opened:
+        steps = steady_steps(rehearsal, opened, backwards, least=warm_up(opened, overlap))
+    return _result(rehearsal, _one_step(steps, backwards))
+
+
+@contextmanager
+def training(
+    rehearsal: Rehearsal, optimizer: type[OffloadOptimizer], *, overlap: bool, **options: Any
+) -> Iterator[OffloadOptimizer]:
+    """The optimizer of a rehearsal's parameters, until the end."""
+    params, group = list(rehearsal.program.params.items()), VirtualGroup(rehearsal.durations.ranks)
+    _check_slices([param for _, param in params], rehearsal.durations.slices)
     kind: Any = optimizer  # whose base class takes other arguments than those that are used
     opened: OffloadOptimizer = kind(params, device=rehearsal.device, process_group=group, **options)
     try:
         if overlap:
             rehearsal.program.overlap(opened)
-        step = _steady_step(rehearsal, opened, backwards, least=_warm_up(opened, overlap))
+        yield opened
     finally:
         opened.close()
-    return _result(rehearsal, step)
 
 
 def _check_slices(params: Sequence[torch.Tensor], slices: int) -> None:
@@ -142,54 +152,83 @@ def _check_slices(params: Sequence[torch.Tensor], slices: int) -> None:
         raise ValueError(f"slices is {slices}, expected {found}: the devices of the model's DTensors, or 1 without any")
 
 
-def _warm_up(optimizer: OffloadOptimizer, overlap: bool) -> int:
+def warm_up(optimizer: OffloadOptimizer, overlap: bool) -> int:
     """Steps that are unlike those after them: synchronous ones, the first late one, and one that nothing precedes."""
     config = optimizer._require_engine().config
     return (config.delay_after + 1 if config.update == "delayed" else 0) + overlap
 
 
-def _steady_step(rehearsal: Rehearsal, optimizer: OffloadOptimizer, backwards: int, *, least: int) -> Counts:
-    """A step that takes as long as the one before, after at least so many."""
+@dataclass(frozen=True)
+class Stepped:
+    """A step that has been run: what it took, and when, in virtual time."""
+
+    backwards: int
+    spent: Counts
+    start_ns: int
+    stop_ns: int
+
+
+def steady_steps(
+    rehearsal: Rehearsal, optimizer: OffloadOptimizer, backwards: int, *, least: int
+) -> tuple[Stepped, Stepped | None]:
+    """A step that takes as long as the one before, after at least so many; of many backwards, only some are run, and
+    a second step has one more of them."""
     few = min(backwards, ALIKE_FROM)
     for _ in range(least):
         _step(rehearsal, optimizer, 1)
     steps = [_step(rehearsal, optimizer, few) for _ in range(2)]
-    while steps[-1].ns != steps[-2].ns and len(steps) < MOST_STEPS:
+    while steps[-1].spent.ns != steps[-2].spent.ns and len(steps) < MOST_STEPS:
         steps.append(_step(rehearsal, optimizer, few))
-    if backwards == few:
-        return steps[-1]
-    another = _step(rehearsal, optimizer, few + 1).since(steps[-1])
-    return steps[-1].plus(another, backwards - few)
+    return steps[-1], None if backwards == few else _step(rehearsal, optimizer, few + 1)
 
 
-def _step(rehearsal: Rehearsal, optimizer: OffloadOptimizer, backwards: int) -> Counts:
+def _one_step(steps: tuple[Stepped, Stepped | None], backwards: int) -> Counts:
+    """Of so many backwards."""
+    step, longer = steps
+    if longer is None:
+        return step.spent
+    return step.spent.plus(longer.spent.since(step.spent), backwards - step.backwards)
+
+
+def _step(rehearsal: Rehearsal, optimizer: OffloadOptimizer, backwards: int) -> Stepped:
     before = rehearsal.counts()
     for _ in range(backwards):
         rehearsal.program.micro_batch()
     optimizer.step()
     optimizer.zero_grad()
-    return rehearsal.counts().since(before)
+    after = rehearsal.counts()
+    return Stepped(backwards, after.since(before), before.ns, after.ns)
 
 
 def _result(rehearsal: Rehearsal, step: Counts) -> DryRun:
-    device, profile = rehearsal.device, rehearsal.durations.profile
+    device = rehearsal.device
     device.collect_spans()
-    peak = rehearsal.memory.peak()
     return DryRun(
-        profile=profile,
+        profile=rehearsal.durations.profile,
         ranks=rehearsal.durations.ranks,
         slices=rehearsal.durations.slices,
-        num_params=sum(local_of(param).numel() for param in rehearsal.program.params.values()),
+        num_params=num_params(rehearsal),
         step=step,
-        device=DeviceBytes(
-            parameters=rehearsal.model_bytes,
-            activations=peak.activations_bytes,
-            gradients=peak.gradients_bytes,
-            engine=device.allocated_bytes["device"],
-            reserved=round(profile.gpu.reserved_gib * GIB),
-        ),
+        device=device_bytes(rehearsal),
         host_bytes=device.allocated_bytes["host"],
         locked_bytes=device.locked_bytes,
         is_stretched=rehearsal.is_stretched,
         trace=device.trace,
+    )
+
+
+def num_params(rehearsal: Rehearsal) -> int:
+    """That are trained, of this device."""
+    return sum(local_of(param).numel() for param in rehearsal.program.params.values())
+
+
+def device_bytes(rehearsal: Rehearsal) -> DeviceBytes:
+    """When most was there so far."""
+    peak = rehearsal.memory.peak()
+    return DeviceBytes(
+        parameters=rehearsal.model_bytes,
+        activations=peak.activations_bytes,
+        gradients=peak.gradients_bytes,
+        engine=rehearsal.device.allocated_bytes["device"],
+        reserved=round(rehearsal.durations.profile.gpu.reserved_gib * GIB),
     )

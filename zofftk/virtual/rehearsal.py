@@ -15,6 +15,7 @@ from zofftk.ranks.slices import local_of, mesh_of
 from zofftk.virtual.counts import Counts
 from zofftk.virtual.device_memory import DeviceMemory, Storages
 from zofftk.virtual.durations import Durations
+from zofftk.virtual.events import Parts
 from zofftk.virtual.fake_model import build_fake
 from zofftk.virtual.layer_stack import LayerStack, find_layer_stack
 from zofftk.virtual.program import Loss, ModelProgram, Program, trainable
@@ -26,7 +27,9 @@ from zofftk.virtual.replay import ReplayProgram
 class Rehearsal:
     """`program` runs a micro-batch on `device`, in virtual time; `memory` is the line of what lives there.
 
-    Parameters, buffers and what the device itself allocates are not on that line.
+    Parameters, buffers and what the device itself allocates are not on that line. `recorded` is what a few of its
+    layers do, None where all are run: another rehearsal of the same micro-batch, with any number of these layers on a
+    machine with the same durations of operations, may be given it instead of recording again.
 
     Args:
         build: makes the model; it is called under `torch.device("meta")`.
@@ -35,6 +38,7 @@ class Rehearsal:
         dtype: of the floating-point parameters and buffers; None: as they are built.
         in_full: run every layer, also where they repeat.
         keep_spans: keep a span of every operation in the device's trace.
+        recorded: see above.
     """
 
     def __init__(
@@ -46,18 +50,23 @@ class Rehearsal:
         dtype: torch.dtype | None = None,
         in_full: bool = False,
         keep_spans: bool = False,
+        recorded: Parts | None = None,
     ) -> None:
         self.durations = durations
         self.device = VirtualDevice(durations, keep_spans=keep_spans)
         self.memory = DeviceMemory()
-        self.is_stretched = False
+        self.recorded: Parts | None = None
         self._flops = 0
         self._fake, self._storages = FakeTensorMode(), Storages(self.memory)
         self.model = build_fake(build, self._fake, dtype)
         kept = [*self.model.parameters(), *self.model.buffers()]
         self.model_bytes = sum(local_of(tensor).numel() * tensor.dtype.itemsize for tensor in kept)
         stack = None if in_full else find_layer_stack(self.model, least=FEW + 2)
-        self.program = self._stretched(stack, loss) if stack else self._whole(loss)
+        self.program = self._stretched(stack, loss, recorded) if stack else self._whole(loss)
+
+    @property
+    def is_stretched(self) -> bool:
+        return self.recorded is not None
 
     def _spend(self, phase: str, flops: int, ns: int) -> None:
         self._flops += flops
@@ -77,19 +86,24 @@ class Rehearsal:
         self._try_out(loss)
         return ModelProgram(self.model, loss, self._fake, self._storages, self.durations, self._spend)
 
-    def _stretched(self, stack: LayerStack, loss: Loss) -> Program:
-        """A few layers are run, and the events of all made of theirs; all are run where that cannot be."""
+    def _recorded(self, stack: LayerStack, loss: Loss) -> Parts:
+        """What the first layers do; raises NotRepeatedError, or IndexError: a model that counts on all its layers."""
         recorded = []
+        for number in (FEW, FEW + 1):
+            with stack.first(number):
+                self._try_out(loss)
+                recorded.append(record(self.model, stack, loss, self._fake, self.durations))
+        check_repeats(recorded[0], recorded[1], FEW)
+        return recorded[0]
+
+    def _stretched(self, stack: LayerStack, loss: Loss, recorded: Parts | None) -> Program:
+        """A few layers are run, and the events of all made of theirs; all are run where that cannot be."""
         try:
-            for number in (FEW, FEW + 1):
-                with stack.first(number):
-                    self._try_out(loss)
-                    recorded.append(record(self.model, stack, loss, self._fake, self.durations))
-            check_repeats(recorded[0], recorded[1], FEW)
-            parts = stretch(recorded[0], FEW, len(stack.layers))
-        except (NotRepeatedError, IndexError):  # the latter: a model that counts on all its layers
+            recorded = recorded or self._recorded(stack, loss)
+            parts = stretch(recorded, FEW, len(stack.layers))
+        except (NotRepeatedError, IndexError):
             return self._whole(loss)
-        self.is_stretched = True
+        self.recorded = recorded
         params = trainable(self.model)
         ids = {name: param_id(name, stack.prefix) for name in params}
         return ReplayProgram(parts, params, ids, self._fake, self._storages, self.durations, self._spend)
