@@ -107,9 +107,8 @@ class Engine:
         self.ranks.add(segment.buckets)
         buckets_of = segment.buckets_of_params()
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
-            buckets = buckets_of[i]
             is_copy = not is_first and not is_cut(tensor)
-            self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire, is_copy=is_copy))
+            self.managed.append(Managed(i, tensor, name, segment, buckets_of[i], wire=wire, is_copy=is_copy))
         self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:

@@ -99,19 +99,28 @@ def this_path() -> Path:
     return folder / "zofftk" / "this.toml"
 
 
+def profile_path(name: str | os.PathLike[str]) -> Path:
+    """The file that `load_profile` reads."""
+    text = os.fspath(name)
+    return Path(text) if _is_path(name) else this_path() if text == THIS else _FOLDER / f"{text}.toml"
+
+
+def _is_path(name: str | os.PathLike[str]) -> bool:
+    text = os.fspath(name)
+    return isinstance(name, Path) or os.sep in text or text.endswith(".toml")
+
+
 def load_profile(name: str | os.PathLike[str]) -> Profile:
     """The profile of this name, or in the file at this path (with a folder in it, or ending in `.toml`).
 
     Raises:
         InputError: no such profile; a file that is none, naming the first entry that is wrong.
     """
-    text = os.fspath(name)
-    is_path = isinstance(name, Path) or os.sep in text or text.endswith(".toml")
-    path = Path(text) if is_path else this_path() if text == THIS else _FOLDER / f"{text}.toml"
+    text, path = os.fspath(name), profile_path(name)
     try:
         content = path.read_bytes()
     except OSError as error:
-        if is_path:
+        if _is_path(name):
             raise InputError(f"profile: {path}: {error.strerror}") from None
         if text == THIS:
             raise InputError("profile: this machine has not been measured yet: run zofftk doctor --measure") from None

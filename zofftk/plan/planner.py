@@ -1,0 +1,122 @@
+"""`plan`: what a run will cost."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+from zofftk.errors import InputError
+from zofftk.plan.answer import Compared, Plan
+from zofftk.plan.assumed import assumed_numbers
+from zofftk.plan.best import compare
+from zofftk.plan.finding import find_source
+from zofftk.plan.nearest import could_fit, largest_model, nearest_fitting
+from zofftk.plan.search import largest_fitting
+from zofftk.plan.setting import Setting
+from zofftk.plan.sources import Source
+from zofftk.plan.trials import Trials
+from zofftk.profile import Profile, load_profile, profile_path
+
+NOT_IN_PROFILE = "a host's memory is taken to be free but for what is listed; the program itself takes some too"
+
+
+def plan(
+    model: str | Source,
+    machine: str | os.PathLike[str] | Profile = "v100-dgx2",
+    setting: Setting | None = None,
+    *,
+    searches: bool = True,
+) -> Plan:
+    """What training a model costs on a machine, by dry runs of the engine.
+
+    Args:
+        model: a preset's name, the path of a Hugging Face `config.json`, `module:function`, or a `Source`.
+        machine: a profile, its name or the path of its file.
+        setting: how it is trained; None: the source's default.
+        searches: look for the largest micro-batch and model, and for the best setting, too.
+
+    Raises:
+        InputError: there is no such model or machine, or the model cannot be trained in this setting.
+
+    Source: ZeRO-Offload, sections 3 to 5, for what is where and when; memory and times are those of `dry_run`.
+    """
+    started_s = time.perf_counter()
+    source = find_source(model) if isinstance(model, str) else model
+    profile = machine if isinstance(machine, Profile) else load_profile(machine)
+    setting = setting or source.default
+    check_setting(source, profile, setting)
+    trials = Trials(source, profile)
+    return _answer(trials, setting, _assumed(machine, source), searches, started_s)
+
+
+def check_setting(source: Source, profile: Profile, setting: Setting) -> None:
+    """Raises InputError for what this model cannot do."""
+    if setting.recompute and not source.can_recompute:
+        raise InputError("recompute: expected a model with a list of layers that look alike")
+    if setting.tp > 1 and not source.can_slice:
+        raise InputError(f"tp: expected 1, only the layers of presets can be cut, got {setting.tp}")
+    if source.max_seq is not None and setting.seq > source.max_seq:
+        raise InputError(f"seq: expected at most {source.max_seq}, the longest the model knows, got {setting.seq}")
+    if source.can_slice and setting.tp > 1:
+        heads = _heads(source.name)
+        for number, what in ((heads, "heads"), (setting.seq, "tokens")):
+            if number % setting.tp:
+                raise InputError(f"tp: expected a divisor of the {number} {what}, got {setting.tp}")
+
+
+def _heads(preset: str) -> int:
+    from zofftk.presets import find_preset
+
+    return find_preset(preset).model.heads
+
+
+def _assumed(machine: str | os.PathLike[str] | Profile, source: Source) -> tuple[str, ...]:
+    numbers = [] if isinstance(machine, Profile) else assumed_numbers(profile_path(machine))
+    return (*source.notes, *numbers, NOT_IN_PROFILE)
+
+
+def _answer(trials: Trials, setting: Setting, assumed: tuple[str, ...], searches: bool, started_s: float) -> Plan:
+    memory = trials.memory(setting)
+    step = trials.step(setting) if memory.fits else None
+    nearest = None if memory.fits else nearest_fitting(trials, setting)
+    largest_micro_batch = largest_layers = None
+    best: Compared | None = None
+    reasons: tuple[str, ...] = ()
+    compared: tuple[Compared, ...] = ()
+    if searches:
+        largest_micro_batch = _largest_micro_batch(trials, setting)
+        largest_layers = largest_model(trials, setting)
+        start = setting if memory.fits else nearest.setting if nearest and nearest.layers is None else None
+        if start is not None:
+            found = compare(trials, start, largest_micro_batch if memory.fits else None)
+            best, reasons, compared = found.best, tuple(found.reasons), tuple(found.compared)
+    return Plan(
+        model=trials.source.name,
+        machine=trials.profile.name,
+        setting=setting,
+        layers=trials.source.layers,
+        num_params=trials.num_params(),
+        memory=memory,
+        step=step,
+        largest_micro_batch=largest_micro_batch,
+        largest_layers=largest_layers,
+        largest_params=None if largest_layers is None else trials.num_params(largest_layers),
+        nearest=nearest,
+        best=best,
+        best_reasons=reasons,
+        compared=compared,
+        assumed=assumed,
+        seconds=time.perf_counter() - started_s,
+    )
+
+
+def _largest_micro_batch(trials: Trials, setting: Setting) -> int | None:
+    """Its host's bytes do not depend on it."""
+    if not could_fit(trials, setting) or not trials.memory(setting).host.fits:
+        return None
+
+    def free(micro_batch: int) -> float:
+        return trials.memory(replace(setting, micro_batch=micro_batch)).free_share
+
+    return largest_fitting(free, setting.micro_batch)
