@@ -13,6 +13,7 @@ from zofftk.dataflow.command import add_dataflow
 from zofftk.errors import InputError, RankError
 from zofftk.launch import Launch, launched
 from zofftk.outputs import Outputs, run_folder
+from zofftk.plan.command import add_plan
 from zofftk.presets import PRESETS
 from zofftk.train_config import DEVICES, DTYPES, UPDATES, TrainConfig
 
@@ -63,6 +64,7 @@ def build_parser(*, bench: bool = False) -> argparse.ArgumentParser:
     doctor.description = "Lists what the engine can use here, with one line of advice for each thing missing."
     doctor.add_argument("--measure", action="store_true", help="measure this machine too: the profile 'this'")
     doctor.set_defaults(run=run_doctor)
+    add_plan(commands.add_parser("plan", help="say what a run costs, fits and takes, before it is started"))
     add_dataflow(commands.add_parser("dataflow", help="compare every placement of training's data on GPU and CPU"))
     add_bench(commands.add_parser("bench", help="measure a part of the engine"), chosen=bench)
     return parser

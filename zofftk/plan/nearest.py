@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zofftk.plan.answer import Alternative
+from zofftk.plan.memory import ACTIVATIONS
 from zofftk.plan.search import largest_fitting
 from zofftk.plan.setting import Setting
 from zofftk.plan.trials import TORCH_DTYPES, Trials
@@ -13,6 +14,7 @@ from zofftk.virtual.dry_run import GIB
 
 STATE_BYTES = 12  # of a parameter on the host: fp32 master and both moments
 MOST_HOSTS = 64
+SHALLOW = 6  # layers
 
 
 def nearest_fitting(trials: Trials, setting: Setting) -> Alternative | None:
@@ -46,14 +48,8 @@ def _others(trials: Trials, setting: Setting) -> Iterator[tuple[Setting, str]]:
 
 
 def _smaller_micro_batch(trials: Trials, setting: Setting, with_recomputation: bool) -> Iterator[tuple[Setting, str]]:
-    one = replace(setting, micro_batch=1)
-    if setting.micro_batch == 1 or not could_fit(trials, one) or not trials.memory(one).device.fits:
+    if setting.micro_batch == 1 or not (largest := largest_micro_batch(trials, setting)):
         return
-
-    def free(micro_batch: int) -> float:
-        return trials.memory(replace(setting, micro_batch=micro_batch)).device.free_bytes
-
-    largest = largest_fitting(free, setting.micro_batch) or 1
     backwards = -(-setting.micro_batch * setting.backwards // largest)
     # The sum of several gradients takes 4 more bytes a parameter of the host.
     reason = f"with a micro-batch of {largest}" + (" and recomputation" if with_recomputation else "")
@@ -97,7 +93,25 @@ def largest_model(trials: Trials, setting: Setting) -> int | None:
     if trials.source.layers is None:
         return None
     guess = _layers_by_parameters(trials, setting)
-    return largest_fitting(lambda layers: trials.memory(setting, layers).free_share, guess)
+    # A shallow model is quick to try, and the line through both points at the end.
+    second = SHALLOW if guess > SHALLOW else None
+    return largest_fitting(lambda layers: trials.memory(setting, layers).free_share, guess, second=second)
+
+
+def largest_micro_batch(trials: Trials, setting: Setting) -> int | None:
+    """That fits with all else as it is; the host's bytes do not depend on it."""
+    if not could_fit(trials, setting):
+        return None
+    own = trials.memory(setting)
+    if not own.host.fits:
+        return None
+    activations = max(1, own.device.items.get(ACTIVATIONS, 1))
+    second = max(1, int(setting.micro_batch * (activations + own.device.free_bytes) / activations))
+
+    def free(micro_batch: int) -> float:
+        return trials.memory(replace(setting, micro_batch=micro_batch)).device.free_bytes
+
+    return largest_fitting(free, setting.micro_batch, second=second if second != setting.micro_batch else None)
 
 
 def _layers_by_parameters(trials: Trials, setting: Setting) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 
 from zofftk.errors import InputError
 from zofftk.plan.answer import Compared, Plan
 from zofftk.plan.assumed import assumed_numbers
 from zofftk.plan.best import compare
 from zofftk.plan.finding import find_source
-from zofftk.plan.nearest import could_fit, largest_model, nearest_fitting
-from zofftk.plan.search import largest_fitting
+from zofftk.plan.nearest import largest_micro_batch, largest_model, nearest_fitting
 from zofftk.plan.setting import Setting
 from zofftk.plan.sources import Source
 from zofftk.plan.trials import Trials
@@ -80,16 +78,16 @@ def _answer(trials: Trials, setting: Setting, assumed: tuple[str, ...], searches
     memory = trials.memory(setting)
     step = trials.step(setting) if memory.fits else None
     nearest = None if memory.fits else nearest_fitting(trials, setting)
-    largest_micro_batch = largest_layers = None
+    micro_batch = layers = None
     best: Compared | None = None
     reasons: tuple[str, ...] = ()
     compared: tuple[Compared, ...] = ()
     if searches:
-        largest_micro_batch = _largest_micro_batch(trials, setting)
-        largest_layers = largest_model(trials, setting)
+        micro_batch = largest_micro_batch(trials, setting)
+        layers = largest_model(trials, setting)
         start = setting if memory.fits else nearest.setting if nearest and nearest.layers is None else None
         if start is not None:
-            found = compare(trials, start, largest_micro_batch if memory.fits else None)
+            found = compare(trials, start, micro_batch if memory.fits else None)
             best, reasons, compared = found.best, tuple(found.reasons), tuple(found.compared)
     return Plan(
         model=trials.source.name,
@@ -99,9 +97,9 @@ def _answer(trials: Trials, setting: Setting, assumed: tuple[str, ...], searches
         num_params=trials.num_params(),
         memory=memory,
         step=step,
-        largest_micro_batch=largest_micro_batch,
-        largest_layers=largest_layers,
-        largest_params=None if largest_layers is None else trials.num_params(largest_layers),
+        largest_micro_batch=micro_batch,
+        largest_layers=layers,
+        largest_params=None if layers is None else trials.num_params(layers),
         nearest=nearest,
         best=best,
         best_reasons=reasons,
@@ -109,14 +107,3 @@ def _answer(trials: Trials, setting: Setting, assumed: tuple[str, ...], searches
         assumed=assumed,
         seconds=time.perf_counter() - started_s,
     )
-
-
-def _largest_micro_batch(trials: Trials, setting: Setting) -> int | None:
-    """Its host's bytes do not depend on it."""
-    if not could_fit(trials, setting) or not trials.memory(setting).host.fits:
-        return None
-
-    def free(micro_batch: int) -> float:
-        return trials.memory(replace(setting, micro_batch=micro_batch)).free_share
-
-    return largest_fitting(free, setting.micro_batch)

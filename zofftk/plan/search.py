@@ -8,12 +8,14 @@ from collections.abc import Callable
 MOST = 1 << 20
 
 
-def largest_fitting(free: Callable[[int], float], first: int, *, least: int = 1) -> int | None:
+def largest_fitting(
+    free: Callable[[int], float], first: int, *, second: int | None = None, least: int = 1
+) -> int | None:
     """The largest n of which `free(n)` is 0 or more, where it falls as n grows; None where that of `least` does not.
 
     What is free falls along straight lines, steeper ones later, so the next try is where the line through the two that
     are nearest meets 0: two tries and the one that proves it are most often enough. The result and the next larger
-    number have both been tried. `first` is tried first.
+    number have both been tried. `first` is tried first, then `second`, if given.
     """
     tried: dict[int, float] = {}
 
@@ -29,6 +31,9 @@ def largest_fitting(free: Callable[[int], float], first: int, *, least: int = 1)
             low = guess
         else:
             high = guess
+        if second is not None and second not in tried:
+            tried[second] = free(second)
+            low, high = (max(low, second), high) if tried[second] >= 0 else (low, min(high, second))
         guess = min(max(_where_it_ends(tried, low, high, guess), low + 1), high - 1)
     return low if low >= least else None
 

@@ -71,5 +71,9 @@ class Setting:
         return [name for name in POLICIES if name != ONE_BACKWARD_ALONE or self.is_one_backward_alone]
 
     @property
+    def bucket_mib(self) -> float | None:
+        return None if self.bucket_bytes is None else self.bucket_bytes / (1 << 20)
+
+    @property
     def sequences_per_step(self) -> int:
         return self.micro_batch * self.backwards * self.ranks

@@ -25,15 +25,15 @@ from zofftk.plan.sources import Source
 from zofftk.plan.step_parts import StepParts, divide
 from zofftk.profile import Profile
 from zofftk.trace import Trace
-from zofftk.virtual.dry_run import Stepped, steady_steps, training, warm_up
+from zofftk.virtual.dry_run import GIB, Stepped, steady_steps, training, warm_up
 from zofftk.virtual.durations import Durations
 from zofftk.virtual.events import Parts
 from zofftk.virtual.mesh import virtual_mesh
 from zofftk.virtual.rehearsal import Rehearsal
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SHALLOW = (8, 10)  # layers that a deep model's step is continued from
-DEEP = 14  # layers from which on that is quicker
+SHALLOW = (6, 8)  # layers that a deep model's step is continued from
+DEEP = 12  # layers from which on that is quicker
 LATE_FROM = 1  # the step that is looked at is one of those that come late
 
 
@@ -82,6 +82,18 @@ class Trials:
                 is_late = "update" in POLICIES[setting.policy]
                 self._memories[key] = memory_of(rehearsal, optimizer.rule, is_late=is_late)
         return self._memories[key]
+
+    def surely_too_large(self, setting: Setting) -> bool:
+        """The device would be full, as two shallow models say, which is quick; False where they cannot tell.
+
+        What is alive grows along straight lines, steeper ones later, so a deep model needs at least this.
+        """
+        layers = self.source.layers
+        if layers is None or layers < DEEP:
+            return False
+        few, more = (self.memory(setting, number).device for number in SHALLOW)
+        growth = (more.total_bytes - few.total_bytes) / (SHALLOW[1] - SHALLOW[0])
+        return few.total_bytes + growth * (layers - SHALLOW[0]) > few.capacity_bytes + GIB // 4
 
     # -- time --------------------------------------------------------------------------------------------------
 
