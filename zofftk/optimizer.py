@@ -22,6 +22,7 @@ from zofftk.errors import StoppedError
 from zofftk.gradient_access import GradientAccess
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
+from zofftk.memory_needs import warn_if_short
 from zofftk.ownership import close_others
 from zofftk.policies import kept_params
 from zofftk.ranks import unlike
@@ -81,7 +82,10 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
             engine.loss_scale = self._scale.value
             self._stand_ins = StandIns(engine)
             opened.callback(self.close)
-            self._manage([param for param in params if param.requires_grad])
+            trained = [param for param in params if param.requires_grad]
+            if ranks.rank == 0:
+                warn_if_short(trained, merged, len(self._states_of(trained)), ranks=ranks.size)
+            self._manage(trained)
             opened.pop_all()
         weakref.finalize(self, lateness.warn_if_kept, engine.policies, os.getpid())
 

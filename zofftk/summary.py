@@ -7,17 +7,23 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from zofftk.plan.training import Prediction
     from zofftk.report import StepReport
 
 MIB = 1 << 20
 
 
-def print_summary(console: Console, report: "StepReport", samples: Sequence[dict[str, Any]]) -> None:
+def print_summary(
+    console: Console,
+    report: "StepReport",
+    samples: Sequence[dict[str, Any]],
+    prediction: "Prediction | None" = None,
+) -> None:
     first, last = samples[0]["loss"], samples[-1]["loss"]
     table = Table(title="Run", show_header=False, title_justify="left")
     table.add_row("parameters", f"{report.num_params:,}")
     table.add_row("loss, first -> last step", f"{first:.3f} -> {last:.3f}")
-    for row in (*byte_rows(report), *time_rows(report, samples)):
+    for row in (*byte_rows(report), *time_rows(report, samples), *predicted_rows(prediction)):
         table.add_row(*row)
     console.print(table)
 
@@ -54,3 +60,11 @@ def time_rows(report: "StepReport", samples: Sequence[dict[str, Any]]) -> list[t
     parts["rest (schedule, zero_grad)"] = whole - sum(parts.values())
     rows = [("mean step", f"{whole:.1f} ms")]
     return rows + [(f"  {name}", f"{part:.1f} ms ({part / whole:.0%})") for name, part in parts.items()]
+
+
+def predicted_rows(prediction: "Prediction | None") -> list[tuple[str, str]]:
+    """What a dry run on this machine's profile said of the mean step."""
+    if prediction is None:
+        return []
+    said = prediction.reason if prediction.step_ms is None else f"{prediction.step_ms:.1f} ms"
+    return [("predicted step", said)]

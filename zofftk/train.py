@@ -24,6 +24,7 @@ from zofftk.interrupt import stop_on_interrupt
 from zofftk.launch import Launch
 from zofftk.loss_curve import draw_loss_curve
 from zofftk.outputs import RESULTS, Outputs
+from zofftk.plan.training import predict
 from zofftk.progress import open_progress
 from zofftk.run_record import describe_run, write_record
 from zofftk.summary import print_summary
@@ -70,7 +71,9 @@ def train(
     ranks = ranks or Launch()
     console = Console(quiet=ranks.rank != 0) if console is None else console
     training = prepare(config, resume, ranks)
+    prediction = ranks.first(lambda: predict(config, dp=ranks.dp, tp=ranks.tp))
     record = describe_run(asdict(config), resumed_at=training.step if resume else None, **ranks.describe())
+    record["prediction"] = prediction and asdict(prediction)
     ranks.first(lambda: outputs.folder.mkdir(parents=True, exist_ok=True))
     failures = []
     with ranks.closing(training.optimizer):
@@ -79,7 +82,7 @@ def train(
         saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
         written = ranks.first(lambda: write_results(training, outputs, record, failures))
         if not interrupted:
-            print_summary(console, training.optimizer.report(), training.samples)
+            print_summary(console, training.optimizer.report(), training.samples, prediction)
     if written:
         say(console, f"Written to {outputs.folder}: {', '.join(written)} (timeline.json opens in ui.perfetto.dev)")
     if interrupted:

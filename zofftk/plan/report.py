@@ -113,16 +113,14 @@ def stage_table(step: StepParts) -> Table:
 
 def compared_table(plan: Plan) -> Table:
     table = Table(title="compared", title_justify="left")
-    for column in ("update", "buckets", "micro-batch", "recomputation"):
-        table.add_column(column)
-    for column in ("ms a step", "ms a sequence", "fits"):
-        table.add_column(column, justify="right")
+    table.add_column("update", no_wrap=True)
+    for column in ("bucket", "batch", "recompute", "ms a step", "a sequence", "fits"):
+        table.add_column(column, justify="right", no_wrap=True)
     for each in plan.compared:
         setting = each.setting
-        buckets = "engine's" if setting.bucket_mib is None else f"{setting.bucket_mib:.4g} MiB"
         table.add_row(
             setting.policy,
-            buckets,
+            "engine's" if setting.bucket_mib is None else f"{setting.bucket_mib:.4g} MiB",
             str(setting.micro_batch),
             "yes" if setting.recompute else "no",
             f"{each.step_ms:,.1f}",

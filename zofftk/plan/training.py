@@ -1,0 +1,50 @@
+"""The step time of `zofftk train`, predicted by a dry run on the profile of the machine it runs on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from zofftk.plan.setting import ONE_BACKWARD_ALONE, Setting
+from zofftk.profile import THIS, load_profile, this_path
+from zofftk.train_config import TrainConfig
+
+HOW_TO = "to have it predicted, measure this machine once: zofftk doctor --measure"
+NOT_SLICED = "not predicted where layers are shared by ranks: see zofftk plan --tp"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`step_ms` is None where there is none, for `reason`; `seconds` is how long it took to make."""
+
+    step_ms: float | None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def predict(config: TrainConfig, *, dp: int, tp: int) -> Prediction:
+    """Of a step once the run has found its pace; not at all where this machine has no profile yet.
+
+    Raises:
+        InputError: the profile is damaged.
+    """
+    if not this_path().exists():
+        return Prediction(None, HOW_TO)
+    if tp > 1:
+        return Prediction(None, NOT_SLICED)  # a mesh of virtual devices needs torch.distributed to itself
+    from zofftk.plan.sources import preset_source
+    from zofftk.plan.trials import Trials
+
+    started_s = time.perf_counter()
+    source = preset_source(config.preset)
+    step = Trials(source, load_profile(THIS)).step(setting_of(config, source.default, dp))
+    return Prediction(step.step_ms, seconds=time.perf_counter() - started_s)
+
+
+def setting_of(config: TrainConfig, default: Setting, dp: int) -> Setting:
+    """As `zofftk train` builds its optimizer: it announces one backward a step."""
+    policy = "synchronous"
+    if config.update == "delayed":
+        policy = ONE_BACKWARD_ALONE if dp == 1 else "delayed"
+    batch = config.batch_size // dp
+    return replace(default, micro_batch=batch, seq=config.seq_len, ranks=dp, dtype=config.dtype, policy=policy)
