@@ -130,7 +130,7 @@ def _alternative(values: Mapping[str, Any]) -> Alternative:
 
 
 def _compared(values: Mapping[str, Any]) -> Compared:
-    return Compared(**_fields(Compared, values) | {"setting": Setting(**values["setting"])})
+    return Compared(Setting(**values["setting"]), values["step_ms"], values["fits"])
 
 
 def _fields(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

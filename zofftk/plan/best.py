@@ -5,7 +5,7 @@ far. A change is kept only if its dry run is quicker, by sequence, and it should
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zofftk.plan.answer import Compared
 from zofftk.plan.memory import LINK, SLOTS
@@ -14,18 +14,30 @@ from zofftk.plan.trials import Trials
 
 MIB = 1 << 20
 BUCKETS = (32 * MIB, 128 * MIB)  # tried beside the engine's own choice
-WORTH = 0.005  # of the time: less is no reason to change anything
 SUPERSEDED = "delayed"  # with the model handed over it is never slower
 
 
-class Comparison:
-    """What has been tried, and the best of it so far. `start` fits."""
+@dataclass
+class Found:
+    """What has been tried, the best of it so far, and what has led there."""
 
-    def __init__(self, trials: Trials, start: Setting) -> None:
+    compared: list[Compared]
+    reasons: list[str]
+    best: Compared
+
+
+class Comparison:
+    """Goes on with what was found so far. `start` fits."""
+
+    def __init__(self, trials: Trials, start: Setting, found: Found | None = None) -> None:
         self._trials, self._start = trials, start
-        self.compared: list[Compared] = []
-        self.reasons: list[str] = []
-        self.best = self._try(start)
+        self.compared = found.compared if found else []
+        self.reasons = found.reasons if found else []
+        self.best = found.best if found else self._try(start)
+
+    @property
+    def found(self) -> Found:
+        return Found(self.compared, self.reasons, self.best)
 
     def _try(self, setting: Setting) -> Compared:
         known = next((each for each in self.compared if each.setting == setting), None)
@@ -51,8 +63,8 @@ class Comparison:
         tried = [each for setting in settings if (each := self._try(setting)).fits]
         quickest = min(tried, key=lambda each: each.ms_per_sequence, default=self.best)
         gain = 1 - quickest.ms_per_sequence / self.best.ms_per_sequence
-        if gain > WORTH:
-            self.reasons.append(f"{what.format(quickest.setting)}: {gain:.0%} less time a sequence")
+        if gain > 0:
+            self.reasons.append(f"{what.format(quickest.setting)}: {gain:.1%} less time a sequence")
             self.best = quickest
 
     def end(self) -> None:
@@ -62,26 +74,30 @@ class Comparison:
             self.compared[number] = replace(each, fits=fits)
             if fits:
                 if each.setting != self.best.setting:
-                    self.reasons = [f"of all that were tried the quickest that fits: {each.setting.policy!r}"]
+                    self.reasons = ["the quickest of all that were tried and fit"]
                 self.best = self.compared[number]
                 return
 
 
-def compare(trials: Trials, start: Setting, largest_micro_batch: int | None) -> Comparison:
-    """`start` fits."""
-    found = Comparison(trials, start)
+def compare(trials: Trials, start: Setting) -> Found:
+    """Policies, buckets and recomputation, with the micro-batch of `start`, which fits."""
+    comparison = Comparison(trials, start)
     policies = [policy for policy in start.policies if policy != SUPERSEDED]
-    found.choose([replace(start, policy=policy) for policy in policies], "the update {0.policy}")
-    best = found.best.setting
-    found.choose([replace(best, bucket_bytes=nbytes) for nbytes in BUCKETS], "buckets of {0.bucket_mib:.0f} MiB")
-    if trials.source.can_recompute:
-        other = replace(found.best.setting, recompute=not start.recompute)
-        text = "layers run again in backward" if other.recompute else "activations kept, no layer run again"
-        same = replace(start, recompute=other.recompute)
-        if not trials.surely_too_large(same) and trials.memory(same).fits:
-            found.choose([other], text)
+    comparison.choose([replace(start, policy=policy) for policy in policies], "the update {0.policy}")
+    best = comparison.best.setting
+    comparison.choose([replace(best, bucket_bytes=nbytes) for nbytes in BUCKETS], "buckets of {0.bucket_mib:.0f} MiB")
+    same = replace(start, recompute=not start.recompute)
+    if trials.source.can_recompute and not trials.surely_too_large(same) and trials.memory(same).fits:
+        text = "layers run again in backward" if same.recompute else "activations kept, no layer run again"
+        comparison.choose([replace(comparison.best.setting, recompute=same.recompute)], text)
+    return comparison.found
+
+
+def complete(trials: Trials, start: Setting, found: Found, largest_micro_batch: int | None) -> Found:
+    """With the largest micro-batch that fits, if it is known, too; the best is tried for its memory."""
+    comparison = Comparison(trials, start, found)
     best = found.best.setting
     if largest_micro_batch and largest_micro_batch > start.micro_batch and best.recompute == start.recompute:
-        found.choose([replace(best, micro_batch=largest_micro_batch)], "a micro-batch of {0.micro_batch}")
-    found.end()
-    return found
+        comparison.choose([replace(best, micro_batch=largest_micro_batch)], "a micro-batch of {0.micro_batch}")
+    comparison.end()
+    return comparison.found

@@ -56,15 +56,15 @@ def hf_source(path: Path, loss: Callable[..., torch.Tensor] | None = None) -> So
     if not isinstance(content, dict) or "model_type" not in content:
         raise InputError(f"model: {path}: expected a Hugging Face configuration with a model_type")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise InputError("model: a Hugging Face configuration needs transformers: pip install transformers") from None
 
     def build() -> nn.Module:
         values = {key: value for key, value in content.items() if key != "model_type"}
-        config: Any = AutoConfig.for_model(content["model_type"], **values)
+        config: Any = transformers.AutoConfig.for_model(content["model_type"], **values)
         config.use_cache = False
-        return AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
     def its_loss(model: nn.Module, setting: Setting) -> torch.Tensor:
         ids = torch.zeros(setting.micro_batch, setting.seq, dtype=torch.long)

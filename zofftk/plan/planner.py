@@ -6,9 +6,10 @@ import os
 import time
 
 from zofftk.errors import InputError
-from zofftk.plan.answer import Compared, Plan
+from zofftk.plan.answer import Plan
 from zofftk.plan.assumed import assumed_numbers
-from zofftk.plan.best import compare
+from zofftk.plan.beside import beside
+from zofftk.plan.best import compare, complete
 from zofftk.plan.finding import find_source
 from zofftk.plan.nearest import largest_micro_batch, largest_model, nearest_fitting
 from zofftk.plan.setting import Setting
@@ -78,17 +79,15 @@ def _answer(trials: Trials, setting: Setting, assumed: tuple[str, ...], searches
     memory = trials.memory(setting)
     step = trials.step(setting) if memory.fits else None
     nearest = None if memory.fits else nearest_fitting(trials, setting)
-    micro_batch = layers = None
-    best: Compared | None = None
-    reasons: tuple[str, ...] = ()
-    compared: tuple[Compared, ...] = ()
-    if searches:
-        micro_batch = largest_micro_batch(trials, setting)
+    micro_batch = layers = found = None
+    start = setting if memory.fits else nearest.setting if nearest and nearest.layers is None else None
+    if searches and start is None:
         layers = largest_model(trials, setting)
-        start = setting if memory.fits else nearest.setting if nearest and nearest.layers is None else None
-        if start is not None:
-            found = compare(trials, start, micro_batch if memory.fits else None)
-            best, reasons, compared = found.best, tuple(found.reasons), tuple(found.compared)
+    elif searches and start is not None:
+        with beside(lambda: compare(trials, start)) as compared:
+            micro_batch = largest_micro_batch(trials, setting)
+            layers = largest_model(trials, setting)
+            found = complete(trials, start, compared(), micro_batch if memory.fits else None)
     return Plan(
         model=trials.source.name,
         machine=trials.profile.name,
@@ -101,9 +100,9 @@ def _answer(trials: Trials, setting: Setting, assumed: tuple[str, ...], searches
         largest_layers=layers,
         largest_params=None if layers is None else trials.num_params(layers),
         nearest=nearest,
-        best=best,
-        best_reasons=reasons,
-        compared=compared,
+        best=found and found.best,
+        best_reasons=tuple(found.reasons) if found else (),
+        compared=tuple(found.compared) if found else (),
         assumed=assumed,
         seconds=time.perf_counter() - started_s,
     )

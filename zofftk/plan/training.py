@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from zofftk.errors import InputError
 from zofftk.plan.setting import ONE_BACKWARD_ALONE, Setting
 from zofftk.profile import THIS, load_profile, this_path
 from zofftk.train_config import TrainConfig
@@ -23,11 +24,7 @@ class Prediction:
 
 
 def predict(config: TrainConfig, *, dp: int, tp: int) -> Prediction:
-    """Of a step once the run has found its pace; not at all where this machine has no profile yet.
-
-    Raises:
-        InputError: the profile is damaged.
-    """
+    """Of a step once the run has found its pace; not at all where this machine has no profile, or a damaged one."""
     if not this_path().exists():
         return Prediction(None, HOW_TO)
     if tp > 1:
@@ -37,7 +34,11 @@ def predict(config: TrainConfig, *, dp: int, tp: int) -> Prediction:
 
     started_s = time.perf_counter()
     source = preset_source(config.preset)
-    step = Trials(source, load_profile(THIS)).step(setting_of(config, source.default, dp))
+    try:
+        profile = load_profile(THIS)
+    except InputError as error:  # no reason not to train
+        return Prediction(None, str(error))
+    step = Trials(source, profile).step(setting_of(config, source.default, dp))
     return Prediction(step.step_ms, seconds=time.perf_counter() - started_s)
 
 
