@@ -161,7 +161,7 @@ def test_a_deep_model_s_step_comes_of_shallow_ones(policy):
     trials = Trials(small_source(config), V100)
     assert trials._is_deep(setting)
     step, whole = trials.step(setting), run_dry(setting, V100, config)
-    assert step.step_ms == pytest.approx(whole.step_ms, rel=0.005)
+    assert step.step_ms == pytest.approx(whole.step_ms, rel=0.01)
     assert step.flops == whole.step.flops
     assert step.bytes_up == pytest.approx(whole.step.bytes_up, rel=1e-6)
 

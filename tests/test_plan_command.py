@@ -114,7 +114,7 @@ MISTAKES = {
     "micro-batch": (["tiny", "--micro-batch", "0"], "micro_batch: expected a whole number of at least 1, got 0"),
     "policy": (["tiny", "--policy", "delayed, inside backward", "--ranks", "2"], "needs one rank and one backward"),
     "loss": (["tiny", "--loss", "own_model:build"], "--loss: expected module:function as the model with it"),
-    "json": (["tiny", "--json", "nowhere/at/all.json"], "--json: nowhere/at/all.json"),
+    "json": (["tiny", "--quick", "--json", "own_model.py/plan.json"], "--json: own_model.py/plan.json"),
 }
 
 

@@ -15,6 +15,7 @@ from zofftk.virtual.dry_run import GIB
 STATE_BYTES = 12  # of a parameter on the host: fp32 master and both moments
 MOST_HOSTS = 64
 SHALLOW = 6  # layers
+MOST_LAYERS, MOST_TIMES = 128, 4  # nobody trains a model of many more layers
 
 
 def nearest_fitting(trials: Trials, setting: Setting) -> Alternative | None:
@@ -94,8 +95,9 @@ def largest_model(trials: Trials, setting: Setting) -> int | None:
         return None
     guess = _layers_by_parameters(trials, setting)
     # A shallow model is quick to try, and the line through both points at the end.
+    most = max(MOST_LAYERS, MOST_TIMES * trials.source.layers)
     second = SHALLOW if guess > SHALLOW else None
-    return largest_fitting(lambda layers: trials.memory(setting, layers).free_share, guess, second=second)
+    return largest_fitting(lambda layers: trials.memory(setting, layers).free_share, guess, second=second, most=most)
 
 
 def largest_micro_batch(trials: Trials, setting: Setting) -> int | None:

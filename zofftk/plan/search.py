@@ -9,13 +9,13 @@ MOST = 1 << 20
 
 
 def largest_fitting(
-    free: Callable[[int], float], first: int, *, second: int | None = None, least: int = 1
+    free: Callable[[int], float], first: int, *, second: int | None = None, least: int = 1, most: int = MOST
 ) -> int | None:
     """The largest n of which `free(n)` is 0 or more, where it falls as n grows; None where that of `least` does not.
 
     What is free falls along straight lines, steeper ones later, so the next try is where the line through the two that
     are nearest meets 0: two tries and the one that proves it are most often enough. The result and the next larger
-    number have both been tried. `first` is tried first, then `second`, if given.
+    number have both been tried, unless the result is `most`. `first` is tried first, then `second`, if given.
     """
     tried: dict[int, float] = {}
 
@@ -24,8 +24,8 @@ def largest_fitting(
             tried[n] = free(n)
         return tried[n] >= 0
 
-    low, high = least - 1, MOST + 1  # the largest that fits so far, the smallest that does not
-    guess = max(least, first)
+    low, high = least - 1, most + 1  # the largest that fits so far, the smallest that does not
+    guess = min(max(least, first), most)
     while high - low > 1:
         if fits(guess):
             low = guess
