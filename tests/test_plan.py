@@ -265,7 +265,7 @@ def test_the_search_ends_where_it_should_and_soon(end, first):
 class Perceptron(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3))
 
     def forward(self, x):
         for layer in self.layers:
@@ -279,6 +279,6 @@ def test_any_module_with_a_loss_of_its_own():
     )
     found = plan(source, "v100-dgx2", Setting(micro_batch=8))
     assert found.fits
-    assert (found.layers, found.num_params) == (3, 3 * 65 * 64)
+    assert (found.layers, found.num_params) == (3, 6 * 65 * 64)
     recomputed = plan(source, V100, Setting(micro_batch=8, recompute=True), searches=False)
     assert recomputed.step.flops > found.step.flops
