@@ -118,12 +118,24 @@ def dry_run(
     for name, value in (("ranks", ranks), ("slices", slices), ("backwards", backwards)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
-    if options.get("update") == "delayed":
-        options.setdefault("delay_after", 1)
     durations = Durations(profile, ranks, slices)
     rehearsal = Rehearsal(build, loss, durations, dtype=dtype, in_full=in_full, keep_spans=keep_spans)
-    params, group = list(rehearsal.program.params.items()), VirtualGroup(ranks)
-    _check_slices([param for _, param in params], slices)
+    _check_slices(list(rehearsal.program.params.values()), slices)
+    return dry_run_of(rehearsal, optimizer=optimizer, backwards=backwards, overlap=overlap, **options)
+
+
+def dry_run_of(
+    rehearsal: Rehearsal,
+    *,
+    optimizer: type[OffloadOptimizer] = OffloadAdamW,
+    backwards: int = 1,
+    overlap: bool = False,
+    **options: Any,
+) -> DryRun:
+    """Train what a rehearsal has on its device; arguments are as for `dry_run`."""
+    if options.get("update") == "delayed":
+        options.setdefault("delay_after", 1)
+    params, group = list(rehearsal.program.params.items()), VirtualGroup(rehearsal.durations.ranks)
     kind: Any = optimizer  # whose base class takes other arguments than those that are used
     opened: OffloadOptimizer = kind(params, device=rehearsal.device, process_group=group, **options)
     try:

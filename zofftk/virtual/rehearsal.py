@@ -15,11 +15,12 @@ from zofftk.ranks.slices import local_of, mesh_of
 from zofftk.virtual.counts import Counts
 from zofftk.virtual.device_memory import DeviceMemory, Storages
 from zofftk.virtual.durations import Durations
+from zofftk.virtual.events import Parts
 from zofftk.virtual.fake_model import build_fake
 from zofftk.virtual.layer_stack import LayerStack, find_layer_stack
 from zofftk.virtual.program import Loss, ModelProgram, Program, trainable
-from zofftk.virtual.recording import param_id, record
-from zofftk.virtual.repeating import FEW, NotRepeatedError, check_repeats, stretch
+from zofftk.virtual.recording import param_id, record_stretched
+from zofftk.virtual.repeating import FEW, NotRepeatedError
 from zofftk.virtual.replay import ReplayProgram
 
 
@@ -35,6 +36,7 @@ class Rehearsal:
         dtype: of the floating-point parameters and buffers; None: as they are built.
         in_full: run every layer, also where they repeat.
         keep_spans: keep a span of every operation in the device's trace.
+        recorded: what `record_stretched` has made of the same model, loss and durations, to save running them again.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Rehearsal:
         dtype: torch.dtype | None = None,
         in_full: bool = False,
         keep_spans: bool = False,
+        recorded: Parts | None = None,
     ) -> None:
         self.durations = durations
         self.device = VirtualDevice(durations, keep_spans=keep_spans)
@@ -57,7 +60,7 @@ class Rehearsal:
         kept = [*self.model.parameters(), *self.model.buffers()]
         self.model_bytes = sum(local_of(tensor).numel() * tensor.dtype.itemsize for tensor in kept)
         stack = None if in_full else find_layer_stack(self.model, least=FEW + 2)
-        self.program = self._stretched(stack, loss) if stack else self._whole(loss)
+        self.program = self._stretched(stack, loss, recorded) if stack else self._whole(loss)
 
     def _spend(self, phase: str, flops: int, ns: int) -> None:
         self._flops += flops
@@ -77,16 +80,10 @@ class Rehearsal:
         self._try_out(loss)
         return ModelProgram(self.model, loss, self._fake, self._storages, self.durations, self._spend)
 
-    def _stretched(self, stack: LayerStack, loss: Loss) -> Program:
+    def _stretched(self, stack: LayerStack, loss: Loss, parts: Parts | None) -> Program:
         """A few layers are run, and the events of all made of theirs; all are run where that cannot be."""
-        recorded = []
         try:
-            for number in (FEW, FEW + 1):
-                with stack.first(number):
-                    self._try_out(loss)
-                    recorded.append(record(self.model, stack, loss, self._fake, self.durations))
-            check_repeats(recorded[0], recorded[1], FEW)
-            parts = stretch(recorded[0], FEW, len(stack.layers))
+            parts = parts or record_stretched(self.model, stack, loss, self._fake, self.durations, self._try_out)
         except (NotRepeatedError, IndexError):  # the latter: a model that counts on all its layers
             return self._whole(loss)
         self.is_stretched = True
