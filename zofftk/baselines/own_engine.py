@@ -22,7 +22,7 @@ def run_own_engine(
         model_loss(workload.micro_batch, config.seq),
         durations,
         dtype=DTYPE,
-        recorded=workload.parts,
+        recorded=workload.few,
     )
     result = dry_run_of(rehearsal, backwards=micro_batches, **options)
     on_device = {

@@ -26,7 +26,7 @@ from zofftk.virtual.events import (
 )
 from zofftk.virtual.layer_stack import LayerStack
 from zofftk.virtual.program import Loss, ModelProgram, leaves
-from zofftk.virtual.repeating import FEW, NotRepeatedError, check_repeats, stretch
+from zofftk.virtual.repeating import FEW, NotRepeatedError, check_repeats
 
 
 class _Line(DeviceMemory):
@@ -121,7 +121,7 @@ def record(model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode
     return recorder.parts
 
 
-def record_stretched(
+def record_few(
     model: nn.Module,
     stack: LayerStack,
     loss: Loss,
@@ -129,7 +129,7 @@ def record_stretched(
     durations: Durations,
     before: Callable[[Loss], None] = lambda loss: None,
 ) -> Parts:
-    """What one micro-batch of `model` does, from a few of the layers in `stack`; `before` each run, what it needs.
+    """What one micro-batch of `model` with its first `FEW` layers does, to be stretched; `before` is called first.
 
     Raises NotRepeatedError where the layers do not repeat.
     """
@@ -139,7 +139,7 @@ def record_stretched(
             before(loss)
             recorded.append(record(model, stack, loss, fake, durations))
     check_repeats(recorded[0], recorded[1], FEW)
-    return stretch(recorded[0], FEW, len(stack.layers))
+    return recorded[0]
 
 
 def param_id(name: str, prefix: str) -> ParamId:

@@ -19,8 +19,8 @@ from zofftk.virtual.events import Parts
 from zofftk.virtual.fake_model import build_fake
 from zofftk.virtual.layer_stack import LayerStack, find_layer_stack
 from zofftk.virtual.program import Loss, ModelProgram, Program, trainable
-from zofftk.virtual.recording import param_id, record_stretched
-from zofftk.virtual.repeating import FEW, NotRepeatedError
+from zofftk.virtual.recording import param_id, record_few
+from zofftk.virtual.repeating import FEW, NotRepeatedError, stretch
 from zofftk.virtual.replay import ReplayProgram
 
 
@@ -36,7 +36,7 @@ class Rehearsal:
         dtype: of the floating-point parameters and buffers; None: as they are built.
         in_full: run every layer, also where they repeat.
         keep_spans: keep a span of every operation in the device's trace.
-        recorded: what `record_stretched` has made of the same model, loss and durations, to save running them again.
+        recorded: what `record_few` has made of the same model, loss and durations, to save running them again.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class Rehearsal:
         self._try_out(loss)
         return ModelProgram(self.model, loss, self._fake, self._storages, self.durations, self._spend)
 
-    def _stretched(self, stack: LayerStack, loss: Loss, parts: Parts | None) -> Program:
+    def _stretched(self, stack: LayerStack, loss: Loss, few: Parts | None) -> Program:
         """A few layers are run, and the events of all made of theirs; all are run where that cannot be."""
         try:
-            parts = parts or record_stretched(self.model, stack, loss, self._fake, self.durations, self._try_out)
+            few = few or record_few(self.model, stack, loss, self._fake, self.durations, self._try_out)
+            parts = stretch(few, FEW, len(stack.layers))
         except (NotRepeatedError, IndexError):  # the latter: a model that counts on all its layers
             return self._whole(loss)
         self.is_stretched = True
