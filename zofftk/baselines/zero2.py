@@ -70,7 +70,10 @@ class ZeRO2(Reducing):
     def step(self) -> None:
         machine = self.machine
         machine.compute_waits(self._averaged)
-        gpu_adam.update(machine, self._numel, self._numel)  # the release widens its whole shard at once
+        # The release joins its shard's gradients into one tensor and widens that.
+        machine.line.change("gradients of the shard in one piece", 2 * self._numel)
+        gpu_adam.update(machine, self._numel, self._numel)
+        machine.line.change("gradients of the shard in one piece", -2 * self._numel)
         if self.ranks > 1:
             shard = self._params.part(0, 2 * self._numel)
             machine.compute_waits(machine.gather("all-gather", self._params, shard, [machine.computed()]))
