@@ -28,6 +28,7 @@ PRINTED = {
 }
 CUT = {"megatron", "zero-offload-2020", "deepspeed", OWN}  # these may cut layers
 MICRO_BATCH = 4  # Table 3's smallest, which it has for the largest models of one GPU
+MOST_SLICES = 8  # Table 3's, and the most that Megatron-LM was published with
 ASSUMPTIONS = (
     f"micro-batch {MICRO_BATCH}, sequence 1024, GPT-2's vocabulary, 32 heads, 16-bit training with Adam",
     "every layer is recomputed, attention is not fused; slices keep whole activations between layers",
@@ -35,7 +36,6 @@ ASSUMPTIONS = (
     f"layers are cut over at most {MOST_SLICES} slices, the other devices have other data; what fits in any cut, fits",
     "gradients are summed in place; all devices of a node share its host memory",
 )
-MOST_SLICES = 8  # Table 3's, and the most that Megatron-LM was published with
 GB = 1e9
 
 

@@ -1,7 +1,7 @@
 """The sizes of model that the paper prints, in its Table 3 and Figures 7 to 11, as models.
 
 Layers and hidden size are Table 3's where it has the size. Another size has the hidden size of the one nearest to it in
-Table 3, and as many layers as bring all parameters, embeddings included, nearest to what is printed: 1.4 or 3.9 are what
+Table 3, and as many layers as bring all parameters, embeddings included, nearest to what is printed: 1.4 or 3.9 is what
 one finds by adding layers until memory is full. 80, 90 and 100 billion, which the paper does not print, continue the
 ladder, so that something is above its last size.
 """
