@@ -27,7 +27,7 @@ PRINTED = {
     "zero-offload-2020": "ZeRO-Offload",
 }
 CUT = {"megatron", "zero-offload-2020", "deepspeed", OWN}  # these may cut layers
-MICRO_BATCH = 4  # Table 3's smallest, which it has for the largest models of one GPU
+MICRO_BATCH = 1  # the largest model that trains at all trains with one sample at a time
 MOST_SLICES = 8  # Table 3's, and the most that Megatron-LM was published with
 ASSUMPTIONS = (
     f"micro-batch {MICRO_BATCH}, sequence 1024, GPT-2's vocabulary, 32 heads, 16-bit training with Adam",
