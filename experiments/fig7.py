@@ -14,6 +14,7 @@ from experiments.paper_values import paper_values
 from experiments.record import keep
 from zofftk.baselines.ladder import ladder
 from zofftk.baselines.prediction import ON_ONE_DEVICE, OWN, SYSTEMS, Prediction, predict
+from zofftk.gpt_config import GPTConfig
 from zofftk.profile import Profile, load_profile
 
 GPUS = (1, 4, 16)
@@ -30,10 +31,10 @@ CUT = {"megatron", "zero-offload-2020", "deepspeed", OWN}  # these may cut layer
 MICRO_BATCH = 1  # the largest model that trains at all trains with one sample at a time
 MOST_SLICES = 8  # Table 3's, and the most that Megatron-LM was published with
 ASSUMPTIONS = (
-    f"micro-batch {MICRO_BATCH}, sequence 1024, GPT-2's vocabulary, 32 heads, 16-bit training with Adam",
+    "sequence 1024, GPT-2's vocabulary, 32 heads, 16-bit training with Adam",
     "every layer is recomputed, attention is not fused; slices keep whole activations between layers",
     "a device has the profile's memory, less what it reserves for context, workspaces and fragments",
-    f"layers are cut over at most {MOST_SLICES} slices, the other devices have other data; what fits in any cut, fits",
+    "devices that layers are not cut over have other data; a model fits if it fits in any cut",
     "gradients are summed in place; all devices of a node share its host memory",
 )
 GB = 1e9
@@ -62,31 +63,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--systems", nargs="+", choices=names, default=[*PRINTED, "zero3", "deepspeed", OWN])
     parser.add_argument("--gpus", nargs="+", type=int, choices=GPUS, default=list(GPUS))
     parser.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help=f"of all systems (default: {MICRO_BATCH})")
+    parser.add_argument(
+        "--most-slices", type=int, default=MOST_SLICES, help=f"that a layer is cut over (default: {MOST_SLICES})"
+    )
     parser.add_argument("--profile", default="v100-dgx2", help="the machine (default: v100-dgx2)")
 
 
 def run(options: argparse.Namespace) -> int:
     profile = load_profile(options.profile)
-    print("assumed of all systems:", *(f"  {each}" for each in ASSUMPTIONS), sep="\n")
+    limits = f"micro-batch {options.micro_batch}, layers cut over at most {options.most_slices} slices"
+    assumptions = (limits, *ASSUMPTIONS)
+    print("assumed of all systems:", *(f"  {each}" for each in assumptions), sep="\n")
     print(f"{'system':20}{'GPUs':>5}{'largest':>9}{'slices':>8}{'paper':>7}  next one up lacks")
     rows, samples = [], []
     for system in options.systems:
         for gpus in options.gpus:
-            row, tried = find_largest(system, gpus, profile, options.micro_batch)
+            row, tried = find_largest(system, gpus, profile, options.micro_batch, options.most_slices)
             rows.append(row)
             samples += [describe(each) for each in tried.values()]
             print(shown(row, tried))
     compared = [row for row in rows if row.printed is not None]
     agreeing = sum(row.agrees is True for row in compared)
     print(f"{agreeing} of {len(compared)} sizes are the paper's")
-    config = {"profile": options.profile, "micro_batch": options.micro_batch, "assumptions": ASSUMPTIONS}
+    config = {"profile": options.profile, "assumptions": assumptions}
     results: dict[str, Any] = {"rows": [vars(row) for row in rows], "agreeing": agreeing, "compared": len(compared)}
     print("record:", keep("fig7", config, samples, results))
     return 0
 
 
 def find_largest(
-    system: str, gpus: int, profile: Profile, micro_batch: int = MICRO_BATCH
+    system: str, gpus: int, profile: Profile, micro_batch: int = MICRO_BATCH, most_slices: int = MOST_SLICES
 ) -> tuple[Row, dict[float, Prediction]]:
     """By halving the ladder: a larger model needs more everywhere. With every prediction made, by size."""
     models = ladder()
@@ -95,7 +101,7 @@ def find_largest(
     while high - low > 1:
         middle = (low + high) // 2
         size = sizes[middle]
-        tried[size] = best_cut(system, models[size], gpus, profile, micro_batch)
+        tried[size] = best_cut(system, models[size], gpus, profile, micro_batch, most_slices)
         low, high = (middle, high) if tried[size].fits else (low, middle)
     largest = sizes[low] if low >= 0 else 0.0
     above = sizes[high] if high < len(sizes) else None
@@ -106,9 +112,11 @@ def find_largest(
     return Row(system, gpus, largest, tried[largest].slices if largest else 0, above, lacks, where, printed), tried
 
 
-def best_cut(system: str, model: Any, gpus: int, profile: Profile, micro_batch: int) -> Prediction:
+def best_cut(
+    system: str, model: GPTConfig, gpus: int, profile: Profile, micro_batch: int, most_slices: int
+) -> Prediction:
     """The cut that fits with the fewest slices of the two that need least memory, or the one that lacks least."""
-    most = min(gpus, MOST_SLICES) if system in CUT else 1
+    most = min(gpus, most_slices) if system in CUT else 1
     cuts = [most, most // 2] if most > 1 else [1]
     predictions = []
     for slices in cuts:

@@ -62,3 +62,10 @@ def test_the_experiment_shows_bytes_where_it_differs(tmp_path, monkeypatch, caps
     rows = json.loads(path.read_text())["results"]["rows"]
     assert [(row["largest"], row["printed"]) for row in rows] == [(1.4, 1.4), (2.0, 17.0)]
     assert rows[0]["lacks"] > 0
+
+
+def test_the_page_runs(capsys):
+    page = (ROOT / "docs" / "baselines.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "docs/baselines.md", "exec"), {})
+    assert "fits: True" in capsys.readouterr().out

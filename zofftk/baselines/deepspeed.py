@@ -45,7 +45,8 @@ class DeepSpeed(Reducing):
         machine.compute_waits(done)
         if not self.is_first:
             so_far = machine.buffer("sum so far", "device", 2 * numel)
-            machine.compute_waits(machine.copy(UP, "sum up", so_far, self._sums, [self._down]))
+            # The hook fetches it, so that compute stands still meanwhile.
+            machine.compute_waits(machine.copy(UP, "sum up", so_far, self._sums, [self._down, machine.computed()]))
             machine.move("add to the sum", 6 * numel)
         if not self.is_last:
             self._down = machine.copy(DOWN, "sum down", self._sums, own, [machine.computed()])
