@@ -119,10 +119,20 @@ def dry_run(
     for name, value in (("ranks", ranks), ("slices", slices), ("backwards", backwards)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
-    if options.get("update") == "delayed":
-        options.setdefault("delay_after", 1)
     durations = Durations(profile, ranks, slices)
     rehearsal = Rehearsal(build, loss, durations, dtype=dtype, in_full=in_full, keep_spans=keep_spans)
+    return dry_run_of(rehearsal, optimizer=optimizer, backwards=backwards, overlap=overlap, **options)
+
+
+def dry_run_of(
+    rehearsal: Rehearsal,
+    *,
+    optimizer: type[OffloadOptimizer] = OffloadAdamW,
+    backwards: int = 1,
+    overlap: bool = False,
+    **options: Any,
+) -> DryRun:
+    """Train what a rehearsal has on its device; arguments are as for `dry_run`."""
     with training(rehearsal, optimizer, overlap=overlap, **options) as opened:
         steps = steady_steps(rehearsal, opened, backwards, least=warm_up(opened, overlap))
     return _result(rehearsal, _one_step(steps, backwards))
@@ -133,6 +143,8 @@ def training(
     rehearsal: Rehearsal, optimizer: type[OffloadOptimizer], *, overlap: bool, **options: Any
 ) -> Iterator[OffloadOptimizer]:
     """The optimizer of a rehearsal's parameters, until the end."""
+    if options.get("update") == "delayed":
+        options.setdefault("delay_after", 1)
     params, group = list(rehearsal.program.params.items()), VirtualGroup(rehearsal.durations.ranks)
     _check_slices([param for _, param in params], rehearsal.durations.slices)
     kind: Any = optimizer  # whose base class takes other arguments than those that are used

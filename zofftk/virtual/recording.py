@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +26,7 @@ from zofftk.virtual.events import (
 )
 from zofftk.virtual.layer_stack import LayerStack
 from zofftk.virtual.program import Loss, ModelProgram, leaves
-from zofftk.virtual.repeating import NotRepeatedError
+from zofftk.virtual.repeating import FEW, NotRepeatedError, check_repeats
 
 
 class _Line(DeviceMemory):
@@ -117,6 +119,27 @@ def record(model: nn.Module, stack: LayerStack, loss: Loss, fake: FakeTensorMode
     if line.live_bytes:
         raise NotRepeatedError(f"a micro-batch leaves {line.live_bytes} bytes behind")
     return recorder.parts
+
+
+def record_few(
+    model: nn.Module,
+    stack: LayerStack,
+    loss: Loss,
+    fake: FakeTensorMode,
+    durations: Durations,
+    before: Callable[[Loss], None] = lambda loss: None,
+) -> Parts:
+    """What one micro-batch of `model` with its first `FEW` layers does, to be stretched; `before` is called first.
+
+    Raises NotRepeatedError where the layers do not repeat.
+    """
+    recorded = []
+    for number in (FEW, FEW + 1):
+        with stack.first(number):
+            before(loss)
+            recorded.append(record(model, stack, loss, fake, durations))
+    check_repeats(recorded[0], recorded[1], FEW)
+    return recorded[0]
 
 
 def param_id(name: str, prefix: str) -> ParamId:

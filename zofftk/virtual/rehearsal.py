@@ -19,8 +19,8 @@ from zofftk.virtual.events import Parts
 from zofftk.virtual.fake_model import build_fake
 from zofftk.virtual.layer_stack import LayerStack, find_layer_stack
 from zofftk.virtual.program import Loss, ModelProgram, Program, trainable
-from zofftk.virtual.recording import param_id, record
-from zofftk.virtual.repeating import FEW, NotRepeatedError, check_repeats, stretch
+from zofftk.virtual.recording import param_id, record_few
+from zofftk.virtual.repeating import FEW, NotRepeatedError, stretch
 from zofftk.virtual.replay import ReplayProgram
 
 
@@ -38,7 +38,7 @@ class Rehearsal:
         dtype: of the floating-point parameters and buffers; None: as they are built.
         in_full: run every layer, also where they repeat.
         keep_spans: keep a span of every operation in the device's trace.
-        recorded: see above.
+        recorded: what `record_few` has made of the same model, loss and durations, to save running them again.
     """
 
     def __init__(
@@ -86,22 +86,12 @@ class Rehearsal:
         self._try_out(loss)
         return ModelProgram(self.model, loss, self._fake, self._storages, self.durations, self._spend)
 
-    def _recorded(self, stack: LayerStack, loss: Loss) -> Parts:
-        """What the first layers do; raises NotRepeatedError, or IndexError: a model that counts on all its layers."""
-        recorded = []
-        for number in (FEW, FEW + 1):
-            with stack.first(number):
-                self._try_out(loss)
-                recorded.append(record(self.model, stack, loss, self._fake, self.durations))
-        check_repeats(recorded[0], recorded[1], FEW)
-        return recorded[0]
-
     def _stretched(self, stack: LayerStack, loss: Loss, recorded: Parts | None) -> Program:
         """A few layers are run, and the events of all made of theirs; all are run where that cannot be."""
         try:
-            recorded = recorded or self._recorded(stack, loss)
+            recorded = recorded or record_few(self.model, stack, loss, self._fake, self.durations, self._try_out)
             parts = stretch(recorded, FEW, len(stack.layers))
-        except (NotRepeatedError, IndexError):
+        except (NotRepeatedError, IndexError):  # the latter: a model that counts on all its layers
             return self._whole(loss)
         self.recorded = recorded
         params = trainable(self.model)
