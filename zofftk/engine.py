@@ -305,6 +305,7 @@ class Engine:
         lands before it is read.
         """
         self.land_all()
+        self.ranks.update_with(hypers.values())
         self.take_norms(at_step=True)
         live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
         if not live:

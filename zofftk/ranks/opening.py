@@ -14,14 +14,28 @@ from zofftk.ranks.one import OneRank, Ranks
 from zofftk.ranks.slices import mesh_of
 from zofftk.threads import usable_threads
 
+ALIKE = (  # options that change what ranks send each other, or what they make of it
+    "max_grad_norm",
+    "bucket_bytes",
+    "wire_dtype",
+    "reduce_dtype",
+    "loss_scale",
+    "update",
+    "delay_after",
+)
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from zofftk.ranks.group import RankGroup
     from zofftk.ranks.tensor_parallel import TensorParallel
 
 
 def check_ranks(config: OffloadConfig, params: Sequence[torch.Tensor]) -> None:
     """Raises ValueError where `open_ranks` would."""
+    group = config.process_group
+    if not (group is None or isinstance(group, dist.ProcessGroup)) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"process_group must be a group of torch.distributed, or None, got {group!r}")
     if dist.is_available() and dist.is_initialized():
         _sharing_ranks(config, mesh_of(params))
 
@@ -36,8 +50,11 @@ def check_later(before: Sequence[torch.Tensor], later: Sequence[torch.Tensor]) -
         )
 
 
-def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Tensor]) -> Ranks:
-    """Of `config.process_group`; by default of all ranks that hold other data and the same slices."""
+def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Tensor], kind: str) -> Ranks:
+    """Of `config.process_group`; by default of all ranks that hold other data and the same slices.
+
+    Raises RankError where they were given other options, or another `kind` of optimizer.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return OneRank(device)
     ranks = _sharing_ranks(config, mesh_of(params))
@@ -47,11 +64,24 @@ def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Ten
     from zofftk.ranks.many import ManyRanks
 
     group = RankGroup(device, ranks, config.rank_timeout_s)
+    _check_options(config, kind, group)
     return ManyRanks(device, group, config.threads or usable_threads(), config.reduce_dtype)
 
 
+def _check_options(config: OffloadConfig, kind: str, group: RankGroup) -> None:
+    from zofftk.ranks.joining import check_same
+
+    options = [kind, *(f"{name}={getattr(config, name)}" for name in ALIKE)]
+    try:
+        with group.at("comparison of options"):
+            check_same(options, group.process_group, "were given other options")
+    except Exception:
+        group.close()  # it has a thread
+        raise
+
+
 def open_tensor_parallel(
-    config: OffloadConfig, device: Device, params: Sequence[torch.Tensor]
+    config: OffloadConfig, device: Device, params: Sequence[torch.Tensor], kind: str
 ) -> TensorParallel | None:
     """The ranks with the other slices, if parameters are DTensors on more than one."""
     mesh = mesh_of(params)
@@ -59,11 +89,15 @@ def open_tensor_parallel(
         return None
     from zofftk.ranks.tensor_parallel import TensorParallel
 
-    return TensorParallel(device, mesh, config.rank_timeout_s)
+    opened = TensorParallel(device, mesh, config.rank_timeout_s)
+    _check_options(config, kind, opened.group)
+    return opened
 
 
 def _sharing_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list[int]:
     ranks = _data_parallel_ranks(config, mesh)
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"process_group is that of ranks {ranks}, expected one with this rank, {dist.get_rank()}")
     if mesh is not None and set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
         raise ValueError(
             f"process_group is that of ranks {ranks}, some of which hold other slices of the parameters, on {mesh}: "
@@ -85,4 +119,8 @@ def _data_parallel_ranks(config: OffloadConfig, mesh: DeviceMesh | None) -> list
                 "that hold the same slices and train on other data"
             )
         group = root[others[0]].get_group()
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if group is None:
+        return list(range(dist.get_world_size()))
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to ranks that are not in it
+        raise ValueError(f"process_group is one without this rank, {dist.get_rank()}: expected one that it is in")
+    return dist.get_process_group_ranks(group)
