@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zofftk.errors import InputError
 from zofftk.mapped import FileMappings
+from zofftk.sharding.agreement import USE_GROUP
 from zofftk.sharding.boxes import Slice
 from zofftk.sharding.joint_work import JointWork, talking
 from zofftk.sharding.state import ShardedState
@@ -175,8 +176,8 @@ def _owners_of(name: str, shape: tuple[int, ...], by_rank: list[_Held]) -> list[
         at = 0
         for start, stop, _ in [*ranges, (one.numel, one.numel, 0)]:
             if start != at:
-                fault = "no rank holds" if start > at else "two ranks hold"
-                raise InputError(f"{fault} elements [{min(start, at)}, {max(start, at)}) of {place}")
+                fault, advice = ("no rank holds", "") if start > at else ("two ranks hold", f": {USE_GROUP}")
+                raise InputError(f"{fault} elements [{min(start, at)}, {max(start, at)}) of {place}{advice}")
             at = stop
         owners += [_Range(one, *found) for found in ranges]
     return owners

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 
 from zofftk.sharding import atomic_folder, manifest
-from zofftk.sharding.content import Wanted, check_held, loadable, saveable, wanted
+from zofftk.sharding.agreement import Wanted, check_agreement, wanted
+from zofftk.sharding.content import loadable, saveable
 from zofftk.sharding.files import is_ours, summing_writer
 from zofftk.sharding.joint_work import JointWork
 from zofftk.sharding.loading import Loading, whole_checkpoint
@@ -77,14 +78,16 @@ def save_sharded(
 
     What was in `folder` stays until the new checkpoint is complete and on the disk, and stays whatever ends a process
     in between. `load_sharded` and `torch.distributed.checkpoint.load` read it, on any number of ranks. Each rank
-    writes its own parts of each `ShardedState` and `DTensor`; what all ranks have alike is written once.
+    writes its own parts of each `ShardedState` and `DTensor`; what all ranks have alike is written once. So tensors
+    that several ranks have are compared first, by sums that each rank takes of its own: that reads them once more, at
+    about the speed of the memory they lie in. Of values that are not tensors, the first rank's are saved.
 
     Args:
         state: e.g. `{"model": model.state_dict(), "optimizer": opt.state_dict(), "epoch": 3}`: dicts and lists of
             tensors and plain values, or objects with a `state_dict` in their place. The same keys on all ranks.
         folder: where to, on a file system that all ranks share; missing parents are made. A symbolic link is followed.
-        group: the ranks that hold the states; None means all, or this process where torch.distributed is not in use.
-            A gloo group of the same ranks is made at the first call.
+        group: the ranks that hold the states, as the optimizer's `process_group` has them; None means all, or this
+            process where torch.distributed is not in use. A gloo group of the same ranks is made at the first call.
         wait: False returns once the states have been copied; a thread writes the copy while training goes on. The
             copy takes 12 bytes for each parameter of this rank's share (of AdamW), and what else `state` holds, until
             it is written. The next save or load waits for it. End the training with `wait()` of the last handle,
@@ -95,7 +98,8 @@ def save_sharded(
 
     Raises:
         TypeError: something in `state` is not to be saved; names its keys.
-        InputError: the ranks do not hold each element of a tensor once; names it. A ValueError.
+        InputError: the ranks do not hold each element of a tensor once, have other keys, or a tensor in common that is
+            not the same on all; names it and the ranks. A ValueError.
         OSError: the folder cannot be written, or holds what is no checkpoint.
         RuntimeError: another rank has ended; or the last save without `wait` has failed, and nobody has seen it.
 
@@ -209,10 +213,11 @@ def _write_all(content: dict[str, Any], temporary: Path, folder: Path, ranks: Jo
     def local_plan() -> Wanted:
         planner.set_up_planner(content, writer.storage_meta(), is_first)
         writer.set_up_storage_writer(is_first, rank=ranks.rank, use_collectives=True)
-        return wanted(writer.prepare_local_plan(planner.create_local_plan()), planner.state_dict)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        return wanted(plan, planner.state_dict, planner.resolve_data, is_first=is_first)
 
     def global_plan(by_rank: list[Wanted]) -> list[SavePlan]:
-        check_held(by_rank)
+        check_agreement(by_rank, ranks.in_world)
         return writer.prepare_global_plan(planner.create_global_plan([rank.plan for rank in by_rank])[0])
 
     def write() -> tuple[Any, dict[str, manifest.FileSum]]:
