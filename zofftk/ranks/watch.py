@@ -16,12 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from zofftk.errors import RankError
+from zofftk.errors import RankError, RankGoneError, StoreSilentError
+from zofftk.ranks.patience import PatientStore
 
 INTERVAL_S = 1.0
 PATIENCE_S = 2.5  # a rank that gives no sign for so long is gone
 VERDICT = "verdict"
 LEAST_S = 1.5  # ... or for so long, where the store is lost then
+LOST = "has lost the process that holds torch.distributed's store (rank 0, or the launcher)"
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,18 @@ class Watch:
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int]) -> None:
         self._rank, self._others = rank, [other for other in ranks if other != rank]
-        # A connection of its own: the other one may be held by somebody who waits.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = PatientStore(store)
         self.at = "construction"
         self.verdict: str | None = None  # why all of them cannot go on, by the rank that knew it first
         self._number, self._fault, self._is_closed = 0, None, False
         self._lock = threading.Lock()
         self._end = threading.Event()
-        self._write()
+        try:
+            self._write()
+        except StoreSilentError:
+            raise
+        except RuntimeError as error:
+            raise RankGoneError(f"rank {rank} {LOST}") from error
         self._thread = threading.Thread(
             target=_keep_writing, args=(weakref.ref(self), self._end), name="zofftk-signs", daemon=True
         )
@@ -72,11 +78,12 @@ class Watch:
         self.hear()
         if self.verdict is not None:
             return RankError(f"rank {self._rank} cannot go on at {self.at}: {self.verdict} ({self._fault})")
-        if (signs := self._look()) is None:
-            return RankError(
-                f"rank {self._rank} has lost the process that holds torch.distributed's store (rank 0, or the "
-                f"launcher), at {self.at}: {self._fault}"
-            )
+        try:
+            signs = self._look()
+        except StoreSilentError as silence:
+            return RankError(f"rank {self._rank} cannot go on at {self.at}: {silence} ({self._fault})")
+        if signs is None:
+            return RankError(f"rank {self._rank} {LOST}, at {self.at}: {self._fault}")
         reason, is_first_cause = _reason(*signs)
         if is_first_cause:
             self.judge(reason)
@@ -92,8 +99,8 @@ class Watch:
 
     def hear(self) -> None:
         with suppress(Exception):  # the store is gone
-            if self.verdict is None and self._store.check([VERDICT]):
-                self.verdict = self._store.get(VERDICT).decode()
+            if self.verdict is None and (word := self._store.get(VERDICT)) is not None:
+                self.verdict = word.decode()
 
     def _look(self) -> tuple[dict[int, Sign | None], dict[int, Sign | None]] | None:
         """The others' signs some time apart; None where the store is gone, or goes too soon.
@@ -107,6 +114,9 @@ class Watch:
             while (left := began + PATIENCE_S - time.monotonic()) > 0:
                 self._end.wait(min(left, 0.25))
                 now = self._read_others()
+        except StoreSilentError:
+            if before is None or now is None:
+                raise
         except Exception:
             if before is None or now is None or time.monotonic() - began < LEAST_S:
                 return None
@@ -115,8 +125,8 @@ class Watch:
     def _read_others(self) -> dict[int, Sign | None]:
         signs: dict[int, Sign | None] = {}
         for rank in self._others:
-            is_there = self._store.check([str(rank)])
-            signs[rank] = Sign(**json.loads(self._store.get(str(rank)))) if is_there else None
+            word = self._store.get(str(rank))
+            signs[rank] = None if word is None else Sign(**json.loads(word))
         return signs
 
     def _write(self) -> None:
@@ -128,6 +138,8 @@ class Watch:
     def _try_to_write(self) -> bool:
         try:
             self._write()
+        except StoreSilentError:  # it may go on
+            return True
         except Exception:  # the store is gone: the collectives will say so
             return False
         return True
