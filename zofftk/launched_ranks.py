@@ -69,7 +69,7 @@ class LaunchedRanks(Launch):
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        self._watch.at = place
+        self._watch.begin(place)
         try:
             yield
         except RuntimeError as error:

@@ -37,7 +37,7 @@ def make_group(ranks: Sequence[int], *, timeout: timedelta | None, backend: str 
 
     try:
         numbers = meeting.tell_numbers()
-        group = within(limit_s + GRACE_S, lambda: make(numbers))
+        group = within(limit_s + GRACE_S, lambda: make(numbers), meeting.look)
     except RuntimeError as error:
         raise meeting.failure(error) from error
     assert isinstance(group, dist.ProcessGroup)
@@ -63,6 +63,15 @@ class _Meeting:
         self._say(_number_of_groups())
         deadline = time.monotonic() + self._limit_s
         return [self._hear(rank, deadline) for rank in self._keys]
+
+    def look(self) -> None:
+        """Raises StoreSilentError where the store does not answer; what else fails, those who use it will say."""
+        try:
+            self._store.get(self._keys[self._own])
+        except StoreSilentError:
+            raise
+        except RuntimeError:
+            pass
 
     def failure(self, error: RuntimeError) -> RankGoneError:
         """What it means that the group could not be made."""

@@ -7,6 +7,7 @@ timeout they were given: it is the store that would have to say that time is up.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from zofftk.errors import StoreSilentError
 
 T = TypeVar("T")
 ANSWER_S = 2.5  # a store that is there answers in milliseconds
+LOOK_S = 0.5
 GRACE_S = 2.0  # torch's own timeouts come before ours, where they work: they say more
 SILENT = "the process that holds torch.distributed's store (rank 0, or the launcher) does not answer"
 
@@ -61,6 +63,10 @@ class PatientStore:
     def set(self, key: str, value: str) -> None:
         self._ask(lambda store: store.set(key, value))
 
+    def post(self, key: str, value: str) -> None:
+        """`set`, sooner or later."""
+        self._calls.put(_Call(lambda store: store.set(key, value)))
+
     def get(self, key: str) -> bytes | None:
         """None where nobody has set it."""
         return self._ask(lambda store: store.get(key) if store.check([key]) else None)
@@ -95,8 +101,8 @@ def _serve(store: Any, calls: SimpleQueue[_Call | None], state: _State) -> None:
         del call
 
 
-def within(limit_s: float, work: Callable[[], T]) -> T:
-    """What `work` gives, which talks to the store in torch's own code."""
+def within(limit_s: float, work: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
+    """What `work` gives, which talks to the store in torch's own code; unless `look` raises meanwhile."""
     call = _Call(lambda device: work() if device is None else _on(device, work))
     # Each thread has its own.
     device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
@@ -106,8 +112,11 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
         call.done.set()
 
     threading.Thread(target=run, name="zofftk-patience", daemon=True).start()
-    if not call.done.wait(limit_s):
-        raise StoreSilentError(SILENT)
+    deadline = time.monotonic() + limit_s
+    while not call.done.wait(max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            raise StoreSilentError(SILENT)
+        look()
     return call.value()
 
 
