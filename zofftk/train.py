@@ -79,7 +79,9 @@ def train(
         saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
         written = ranks.first(lambda: write_results(training, outputs, record, failures))
         if not interrupted:
-            print_summary(console, training.optimizer.report(), training.samples)
+            print_summary(
+                console, training.optimizer.report(), training.samples, config.model.num_params, ranks.dp, ranks.tp
+            )
     if written:
         say(console, f"Written to {outputs.folder}: {', '.join(written)} (timeline.json opens in ui.perfetto.dev)")
     if interrupted:
@@ -142,7 +144,9 @@ def prepare(config: TrainConfig, resume: Checkpoint | None, ranks: Launch | None
 def check_run(config: TrainConfig, resume: Checkpoint | None, ranks: Launch) -> torch.device:
     """All that can be refused before text and model are there."""
     device = choose_device(config.device, ranks)
-    if resume and resume.step >= config.steps:
+    if resume and resume.step == config.steps:
+        raise InputError(f"--resume: the run is complete, with {resume.step} steps: to train on, give a larger --steps")
+    if resume and resume.step > config.steps:
         raise InputError(f"--steps: expected more than the {resume.step} of the checkpoint, got {config.steps}")
     if config.batch_size % ranks.dp:
         raise InputError(
