@@ -26,7 +26,7 @@ from zofftk.loss_curve import draw_loss_curve
 from zofftk.outputs import RESULTS, Outputs
 from zofftk.progress import open_progress
 from zofftk.run_record import describe_run, write_record
-from zofftk.summary import print_summary
+from zofftk.summary import Sharing, print_summary
 from zofftk.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def train(
         saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
         written = ranks.first(lambda: write_results(training, outputs, record, failures))
         if not interrupted:
-            print_summary(
-                console, training.optimizer.report(), training.samples, config.model.num_params, ranks.dp, ranks.tp
-            )
+            report, whole = training.optimizer.report(), config.model.num_params
+            print_summary(console, report, training.samples, Sharing(whole, ranks.dp, ranks.tp))
     if written:
         say(console, f"Written to {outputs.folder}: {', '.join(written)} (timeline.json opens in ui.perfetto.dev)")
     if interrupted:
