@@ -121,3 +121,28 @@ def test_a_watch_that_is_forgotten_says_so(ranks):
     by_rank.pop(6)
     await_signs()
     assert "rank 6 has dropped its optimizer, at step 3" in str(by_rank[4].blame(RuntimeError("a")))
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (
+            "[/__w/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2710. "
+            "This is typically caused by a remote worker crashing. GLHF!",
+            "Connection closed by peer [127.0.0.1]:2710",
+        ),
+        (
+            "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete",
+            "Timed out waiting 5000ms for recv operation to complete",
+        ),
+        (
+            "wait timeout after 5000ms, keys: /a/0\nException raised from doWait at",
+            "wait timeout after 5000ms, keys: /a/0",
+        ),
+    ],
+)
+def test_the_reason_is_short_and_the_rest_stays_with_the_cause(ranks, text, short):
+    _, by_rank = ranks
+    die(by_rank[6])
+    said = str(by_rank[4].blame(RuntimeError(text)))
+    assert said.endswith(f"(RuntimeError: {short})")

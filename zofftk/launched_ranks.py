@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from zofftk.errors import InputError, RankError, RankGoneError
 from zofftk.launch import Launch
 from zofftk.ranks.patience import GRACE_S, within
+from zofftk.ranks.reasons import named_reason, short_reason
 from zofftk.ranks.watch import INTERVAL_S, Watch
 from zofftk.sharding.joint_work import JointWork, talking
 
@@ -62,10 +63,8 @@ class LaunchedRanks(Launch):
             limit_s = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
             return _dist.TCPStore(address, int(port), self.size, self._holds_store, limit_s, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise RankError(
-                f"rank {self.rank} cannot reach rank 0, or the launcher, at {address}:{port} ({reason})"
-            ) from error
+            where = f"rank 0, or the launcher, at {address}:{port}"
+            raise RankError(f"rank {self.rank} cannot reach {where} ({short_reason(error)})") from error
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -110,7 +109,8 @@ class LaunchedRanks(Launch):
         return word[0].item(), word[1].item() > 0
 
     def leave(self, error: BaseException) -> None:
-        self._watch.judge(str(error) if isinstance(error, RankError) else f"rank {self.rank} has ended, {error!r}")
+        own = f"rank {self.rank} has ended with {named_reason(error)}"
+        self._watch.judge(str(error) if isinstance(error, RankError) else own)
         if self._holds_store:
             time.sleep(1.2 * INTERVAL_S)  # until all have heard it
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zofftk.errors import RankGoneError, StoreSilentError
 from zofftk.ranks.patience import GRACE_S, PatientStore, within
+from zofftk.ranks.reasons import short_reason
 
 _c10d: Any = dist.distributed_c10d
 # How many have been made of the same ranks, in this world.
@@ -87,10 +88,10 @@ class _Meeting:
             except RuntimeError:  # the store is gone
                 return RankGoneError(
                     f"rank {self._own} has lost the process that holds torch.distributed's store (rank 0, or the "
-                    f"launcher), while it made a process group of ranks {list(self._keys)} ({_short(error)})"
+                    f"launcher), while it made a process group of ranks {list(self._keys)} ({short_reason(error)})"
                 )
         return RankGoneError(
-            f"rank {self._own} cannot make a process group of ranks {list(self._keys)}: {_short(error)}"
+            f"rank {self._own} cannot make a process group of ranks {list(self._keys)}: {short_reason(error)}"
         )
 
     def _hear(self, rank: int, deadline: float) -> int:
@@ -122,7 +123,3 @@ class _Meeting:
 
     def _say(self, word: object) -> None:
         self._store.set(self._keys[self._own], json.dumps(word))
-
-
-def _short(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

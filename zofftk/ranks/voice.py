@@ -12,6 +12,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from zofftk.errors import RankError, StoreSilentError
+from zofftk.ranks.reasons import named_reason
 
 VERDICT = "verdict"
 DROPPED = "has dropped its optimizer"
@@ -92,8 +93,7 @@ class Voice:
             self.try_to_write()
             return
         if not isinstance(error, RankError) and self.fault is None:
-            said = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-            self._end = f"has ended with {said}"
+            self._end = f"has ended with {named_reason(error)}"
             self.judge(f"rank {self._rank} {self._end}")
         if self.try_to_write():
             time.sleep(self._linger_s)

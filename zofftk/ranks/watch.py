@@ -16,6 +16,7 @@ from typing import Any
 
 from zofftk.errors import RankError, RankGoneError, StoreSilentError
 from zofftk.ranks.patience import PatientStore
+from zofftk.ranks.reasons import named_reason
 from zofftk.ranks.voice import Sign, Voice
 
 INTERVAL_S = 1.0
@@ -80,7 +81,7 @@ class Watch:
     def blame(self, error: BaseException) -> RankError:
         """Why a collective has failed here."""
         voice = self._voice
-        voice.fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        voice.fault = named_reason(error)
         voice.try_to_write()
         voice.hear()
         begin = f"rank {self._rank} cannot go on at {voice.at}"
