@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,9 @@ class RankGroup:
         device.open_comm()
         store: Any = dist.distributed_c10d._get_default_store()
         signs = dist.distributed_c10d.PrefixStore(f"zofftk/{group.group_name}", store)
-        self._watch = Watch(signs, dist.get_rank(), self.members)  # last: it has a thread
+        # As torch does it: the launcher has the store, or the first rank.
+        holds_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._watch = Watch(signs, dist.get_rank(), self.members, holds_store=holds_store)  # last: it has a thread
 
     def collective(self, label: str, operation: Callable[[Any, Any, Any], None], dst: Buffer, src: Buffer) -> None:
         """On comm: `operation(dst, src, process_group)`; where it fails, RankError says why."""
@@ -45,9 +48,10 @@ class RankGroup:
     @contextmanager
     def at(self, label: str) -> Iterator[None]:
         """Around what waits for the others: where it fails, RankError says why."""
-        self._watch.at = label
+        self._watch.begin(label)
         try:
             yield
+            self._watch.done()
         except RankError:
             raise
         except RuntimeError as error:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zofftk.errors import RankGoneError
 from zofftk.ranks.own_group import make_group
+from zofftk.ranks.reasons import short_reason
 from zofftk.ranks.watch import Watch
 from zofftk.ranks.world import in_world
 from zofftk.sharding.touch import Touch
@@ -227,5 +228,4 @@ def talking() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RankGoneError(f"another rank has ended, or does not answer ({reason})") from error
+        raise RankGoneError(f"another rank has ended, or does not answer ({short_reason(error)})") from error
