@@ -47,7 +47,7 @@ class LaunchedRanks(Launch):
         self._watch = Watch(dist.distributed_c10d.PrefixStore("zofftk", store), self.rank, range(self.size))
         with self.at("the start"), talking():
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-            self._talk = JointWork.of(None, PURPOSE)
+            self._talk = JointWork.of(None, PURPOSE, has_signs=False)
 
     def _open_store(self, timeout: timedelta | None) -> Any:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

@@ -63,6 +63,7 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         self._replacements = Replacements(self._managed)
         self._steps = 0
         self._scale = ScaleKeeper(merged.loss_scale)
+        self.rank_timeout_s = merged.rank_timeout_s  # counts also where ranks save and load
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`

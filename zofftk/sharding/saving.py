@@ -27,6 +27,7 @@ from zofftk.sharding.content import loadable, saveable
 from zofftk.sharding.files import is_ours, summing_writer
 from zofftk.sharding.joint_work import JointWork
 from zofftk.sharding.loading import Loading, whole_checkpoint
+from zofftk.sharding.waiting import timeout_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,6 +74,7 @@ def save_sharded(
     group: ProcessGroup | None = None,
     *,
     wait: bool = True,
+    timeout_s: float | None = None,
 ) -> SaveHandle:
     """Write the states of all ranks into `folder`, whole or not at all; every rank of `group` calls it.
 
@@ -92,6 +94,8 @@ def save_sharded(
             copy takes 12 bytes for each parameter of this rank's share (of AdamW), and what else `state` holds, until
             it is written. The next save or load waits for it. End the training with `wait()` of the last handle,
             before `destroy_process_group`.
+        timeout_s: how long to wait for a rank that does not come; None: the shortest `rank_timeout_s` of the optimizers
+            in `state`, else the timeout of `group`. Writing may take longer.
 
     Returns:
         The save: `wait()` returns when it is on the disk.
@@ -101,18 +105,19 @@ def save_sharded(
         InputError: the ranks do not hold each element of a tensor once, have other keys, or a tensor in common that is
             not the same on all; names it and the ranks. A ValueError.
         OSError: the folder cannot be written, or holds what is no checkpoint.
-        RuntimeError: another rank has ended; or the last save without `wait` has failed, and nobody has seen it.
+        RankError: another rank has ended, or has not come within the timeout; names it. A RuntimeError.
+        RuntimeError: the last save without `wait` has failed, and nobody has seen it.
 
     All of them leave what was in `folder`, and are raised on all ranks.
     """
-    ranks = _ready_ranks(group)
-    contents: list[dict[str, Any]] = []
-    ranks.each(lambda: contents.append(saveable(state, copied=not wait)))
+    ranks = _ready_ranks(group, "save_sharded", timeout_for(state, timeout_s))
     handle = SaveHandle(Path(folder))
-    if wait:
-        _write(contents.pop(), handle.folder, ranks)
-        handle._run(lambda: None)
-        return handle
+    with ranks.doing("save_sharded"):
+        contents = [ranks.here(lambda: saveable(state, copied=not wait))]
+        if wait:
+            _write(contents.pop(), handle.folder, ranks)
+            handle._run(lambda: None)
+            return handle
     global _last
     _last = handle
     # Not a daemon: a script that ends has its last checkpoint.
@@ -127,6 +132,7 @@ def load_sharded(
     *,
     check: bool = True,
     strict: bool = True,
+    timeout_s: float | None = None,
 ) -> None:
     """Read what `save_sharded`, or `torch.distributed.checkpoint.save`, has written into `folder` into `state`.
 
@@ -143,23 +149,25 @@ def load_sharded(
             goes unseen; missing and truncated files are found either way. A checkpoint of torch's own has none.
         strict: what the checkpoint holds under a key of `state` must be asked for. Keys of the checkpoint that
             `state` does not have are left alone either way.
+        timeout_s: how long to wait for a rank that does not come; as in `save_sharded`.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or a file of it is missing; names it.
         InputError: a file is truncated, damaged or needs code to be loaded; or `state` asks for what is not there, in
             another shape, or not for what is; names it. A ValueError.
-        RuntimeError: another rank has ended.
+        RankError: another rank has ended, or has not come within the timeout; names it. A RuntimeError.
 
     All of them are raised on all ranks, before anything in `state` has changed (but where a disk fails in between).
     """
-    ranks = _ready_ranks(group)
-    place = ranks.first(lambda: whole_checkpoint(Path(folder)))
-    optimizers = [key for key, value in state.items() if hasattr(value, "show_states")]
-    loading = Loading(place, loadable(state), optimizers)
-    ranks.each(lambda: loading.verify(ranks.rank, ranks.size, checksums=check))
-    ranks.each(lambda: loading.plan(strict=strict))
-    ranks.each(loading.read_values)
-    ranks.each(loading.read_tensors)
+    ranks = _ready_ranks(group, "load_sharded", timeout_for(state, timeout_s))
+    with ranks.doing("load_sharded"):
+        place = ranks.first(lambda: whole_checkpoint(Path(folder)))
+        optimizers = [key for key, value in state.items() if hasattr(value, "show_states")]
+        loading = ranks.here(lambda: Loading(place, loadable(state), optimizers))
+        ranks.each(lambda: loading.verify(ranks.rank, ranks.size, checksums=check))
+        ranks.each(lambda: loading.plan(strict=strict))
+        ranks.each(loading.read_values)
+        ranks.each(loading.read_tensors)
     for key, value in loading.content.items():
         if isinstance(state[key], Stateful):
             state[key].load_state_dict(value)
@@ -170,25 +178,27 @@ def load_sharded(
 _last: SaveHandle | None = None  # the save that a thread may be writing still
 
 
-def _ready_ranks(group: ProcessGroup | None) -> JointWork:
+def _ready_ranks(group: ProcessGroup | None, call: str, timeout_s: float | None) -> JointWork:
     """The ranks, after the save before has ended on all of them; raises its error if that was raised nowhere yet."""
     global _last
     handle, _last = _last, None
     error = handle._result.exception() if handle is not None and not handle.is_seen else None
-    ranks = JointWork.of(group, PURPOSE)
+    ranks = JointWork.of(group, PURPOSE, call, timeout_s)
 
     def complain() -> None:
         if error is not None and handle is not None:
             raise RuntimeError(f"the save of {handle.folder} that was not waited for has failed: {error}") from error
 
-    ranks.each(complain)
+    with ranks.doing(call):
+        ranks.each(complain)
     return ranks
 
 
 def _write_behind(handle: SaveHandle, contents: list[dict[str, Any]], ranks: JointWork) -> None:
     def work() -> None:
         try:
-            _write(contents.pop(), handle.folder, ranks)
+            with ranks.doing("a save that is not waited for"):
+                _write(contents.pop(), handle.folder, ranks)
         except BaseException as error:
             logger.error("the checkpoint %s was not saved: %s", handle.folder, error)
             raise
