@@ -55,10 +55,18 @@ class PatientStore:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._state = _State()
         # One thread for all calls: at the interpreter's end, when last words are written, no other can be started.
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_serve, args=(store, self._calls, self._state), name="zofftk-store", daemon=True
-        ).start()
-        weakref.finalize(self, self._calls.put, None).atexit = False
+        )
+        self._thread.start()
+        self._forgotten = weakref.finalize(self, self._calls.put, None)
+        self._forgotten.atexit = False
+
+    def close(self) -> None:
+        """End the thread, unless it waits for a store that does not answer."""
+        self._forgotten()
+        if not self._state.is_silent:
+            self._thread.join(ANSWER_S)
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda store: store.set(key, value))

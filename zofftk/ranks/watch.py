@@ -77,6 +77,7 @@ class Watch:
         self._thread.join()
         if self._forgotten.detach():
             self._voice.close()
+            self._store.close()
 
     def blame(self, error: BaseException) -> RankError:
         """Why a collective has failed here."""

@@ -90,12 +90,12 @@ class JointWork:
     def doing(self, call: str) -> Iterator[None]:
         """What others who wait for this rank will say of it."""
         if self.watch is not None:
-            self.watch.at = call
+            self.watch.begin(call)
         try:
             yield
         finally:
             if self.watch is not None:
-                self.watch.at = f"what comes after {call}"
+                self.watch.done()
 
     @contextmanager
     def talking(self) -> Iterator[None]:
