@@ -68,7 +68,7 @@ def test_a_rank_that_comes_once_and_not_again(tmp_path):
         save_sharded(content, tmp_path / "ckpt", pairs[0])
         load_sharded(content, tmp_path / "ckpt", pairs[1])
         gather_full(opt.state_dict(), pairs[2])
-        late = "rank 1 is alive but does not come, it is at what comes after"
+        late = "rank 1 is alive but does not come, it is after"
         keep_out(
             rank,
             lambda: save_sharded({"o": opt.state_dict()}, tmp_path / "ckpt", pairs[0], timeout_s=1),
