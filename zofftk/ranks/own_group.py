@@ -41,6 +41,8 @@ def make_group(ranks: Sequence[int], *, timeout: timedelta | None, backend: str 
         group = within(limit_s + GRACE_S, lambda: make(numbers), meeting.look)
     except RuntimeError as error:
         raise meeting.failure(error) from error
+    finally:
+        meeting.close()
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -58,6 +60,9 @@ class _Meeting:
         place = f"zofftk/groups/{'_'.join(map(str, ranks))}/{made[ranks]}"
         self._keys = {rank: f"{place}/{rank}" for rank in ranks}
         self._store, self._own, self._limit_s = PatientStore(_c10d._get_default_store()), dist.get_rank(), limit_s
+
+    def close(self) -> None:
+        self._store.close()
 
     def tell_numbers(self) -> list[int]:
         """How many groups each of the ranks has."""
