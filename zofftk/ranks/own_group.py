@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from zofftk.errors import RankGoneError, StoreSilentError
-from zofftk.ranks.patience import GRACE_S, PatientStore, within
+from zofftk.ranks.patience import ANSWER_S, GRACE_S, PatientStore, within
 from zofftk.ranks.reasons import short_reason
 
 _c10d: Any = dist.distributed_c10d
@@ -59,7 +59,12 @@ class _Meeting:
         made[ranks] += 1
         place = f"zofftk/groups/{'_'.join(map(str, ranks))}/{made[ranks]}"
         self._keys = {rank: f"{place}/{rank}" for rank in ranks}
-        self._store, self._own, self._limit_s = PatientStore(_c10d._get_default_store()), dist.get_rank(), limit_s
+        patience_s = max(ANSWER_S, limit_s / 2)  # a machine that is busy is not to be taken for one that has stopped
+        self._store, self._own, self._limit_s = (
+            PatientStore(_c10d._get_default_store(), patience_s),
+            dist.get_rank(),
+            limit_s,
+        )
 
     def close(self) -> None:
         self._store.close()

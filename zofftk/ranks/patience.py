@@ -48,10 +48,11 @@ class _Call:
 class PatientStore:
     """A part of torch.distributed's store, over a connection of its own: the other may be held by somebody who waits.
 
-    Raises StoreSilentError after `ANSWER_S`, and from then on at once, until it answers again.
+    Raises StoreSilentError after `answer_s`, and from then on at once, until it answers again.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, answer_s: float = ANSWER_S) -> None:
+        self._answer_s = answer_s
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._state = _State()
         # One thread for all calls: at the interpreter's end, when last words are written, no other can be started.
@@ -83,7 +84,7 @@ class PatientStore:
         call, state = _Call(work), self._state
         if not state.is_silent:
             self._calls.put(call)
-            call.done.wait(ANSWER_S)
+            call.done.wait(self._answer_s)
         with state.lock:
             if not call.done.is_set():
                 state.is_silent = call.is_given_up = True

@@ -43,7 +43,7 @@ class Watch:
         try:
             self._voice.write()
         except StoreSilentError:
-            raise
+            pass  # busy, perhaps: if it has stopped, the collectives will say so
         except RuntimeError as error:
             raise RankGoneError(f"rank {rank} {LOST}") from error
         self._forgotten = weakref.finalize(self, self._voice.drop)
