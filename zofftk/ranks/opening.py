@@ -14,7 +14,13 @@ from zofftk.ranks.one import OneRank, Ranks
 from zofftk.ranks.slices import mesh_of
 from zofftk.threads import usable_threads
 
-ALIKE = (  # options that change what ranks send each other, or what they make of it
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from zofftk.ranks.group import RankGroup
+    from zofftk.ranks.tensor_parallel import TensorParallel
+
+COMPARED = (  # options that change what ranks send each other, or what they make of it
     "max_grad_norm",
     "bucket_bytes",
     "wire_dtype",
@@ -23,12 +29,6 @@ ALIKE = (  # options that change what ranks send each other, or what they make o
     "update",
     "delay_after",
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from zofftk.ranks.group import RankGroup
-    from zofftk.ranks.tensor_parallel import TensorParallel
 
 
 def check_ranks(config: OffloadConfig, params: Sequence[torch.Tensor]) -> None:
@@ -71,7 +71,7 @@ def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Ten
 def _check_options(config: OffloadConfig, kind: str, group: RankGroup) -> None:
     from zofftk.ranks.joining import check_same
 
-    options = [kind, *(f"{name}={getattr(config, name)}" for name in ALIKE)]
+    options = [kind, *(f"{name}={getattr(config, name)}" for name in COMPARED)]
     try:
         with group.at("comparison of options"):
             check_same(options, group.process_group, "were given other options")

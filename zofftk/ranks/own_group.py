@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from zofftk.errors import RankGoneError, StoreSilentError
-from zofftk.ranks.patience import ANSWER_S, GRACE_S, PatientStore, within
+from zofftk.ranks.patience import ANSWER_S, GRACE_S, LOST, PatientStore, within
 from zofftk.ranks.reasons import short_reason
 
 _c10d: Any = dist.distributed_c10d
@@ -59,12 +59,9 @@ class _Meeting:
         made[ranks] += 1
         place = f"zofftk/groups/{'_'.join(map(str, ranks))}/{made[ranks]}"
         self._keys = {rank: f"{place}/{rank}" for rank in ranks}
-        patience_s = max(ANSWER_S, limit_s / 2)  # a machine that is busy is not to be taken for one that has stopped
-        self._store, self._own, self._limit_s = (
-            PatientStore(_c10d._get_default_store(), patience_s),
-            dist.get_rank(),
-            limit_s,
-        )
+        self._own, self._limit_s = dist.get_rank(), limit_s
+        # A store that is busy is not to be taken for one that has stopped.
+        self._store = PatientStore(_c10d._get_default_store(), max(ANSWER_S, limit_s / 2))
 
     def close(self) -> None:
         self._store.close()
@@ -97,8 +94,8 @@ class _Meeting:
                     return cause
             except RuntimeError:  # the store is gone
                 return RankGoneError(
-                    f"rank {self._own} has lost the process that holds torch.distributed's store (rank 0, or the "
-                    f"launcher), while it made a process group of ranks {list(self._keys)} ({short_reason(error)})"
+                    f"rank {self._own} {LOST}, while it made a process group of ranks {list(self._keys)} "
+                    f"({short_reason(error)})"
                 )
         return RankGoneError(
             f"rank {self._own} cannot make a process group of ranks {list(self._keys)}: {short_reason(error)}"

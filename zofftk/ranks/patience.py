@@ -22,7 +22,9 @@ T = TypeVar("T")
 ANSWER_S = 2.5  # a store that is there answers in milliseconds
 LOOK_S = 0.5
 GRACE_S = 2.0  # torch's own timeouts come before ours, where they work: they say more
-SILENT = "the process that holds torch.distributed's store (rank 0, or the launcher) does not answer"
+HOLDER = "the process that holds torch.distributed's store (rank 0, or the launcher)"
+SILENT = f"{HOLDER} does not answer"
+LOST = f"has lost {HOLDER}"
 
 
 @dataclass

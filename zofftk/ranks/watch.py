@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zofftk.errors import RankError, RankGoneError, StoreSilentError
-from zofftk.ranks.patience import PatientStore
+from zofftk.ranks.patience import LOST, PatientStore
 from zofftk.ranks.reasons import named_reason
 from zofftk.ranks.voice import Sign, Voice
 
@@ -23,7 +23,6 @@ INTERVAL_S = 1.0
 PATIENCE_S = 2.5  # a rank that gives no sign for so long is gone
 TICKS = 4
 LEAST_S = 1.5  # ... or for so long, where the store is lost then
-LOST = "has lost the process that holds torch.distributed's store (rank 0, or the launcher)"
 
 
 class Watch:
