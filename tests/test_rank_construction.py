@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_named():
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(RankError, match=f"rank {rank} has waited for rank 2, which has not come"):
+        with pytest.raises(RankError, match=f"rank {rank} has waited 2 s for rank 2, which has not come"):
             optimizer(mlp(), rank, rank_timeout_s=2.0)
         assert time.monotonic() - began < 20
         assert ours() == []

@@ -358,7 +358,7 @@ def test_handed_over():
 
 @pytest.mark.parametrize(
     ("how", "says"),
-    [("dies", "rank 2 has died or cannot be reached"), ("hangs", "rank 2 is alive but does not come, it is at")],
+    [("dies", "rank 2 has died or cannot be reached"), ("hangs", "rank 2 is alive but does not come, it is after")],
 )
 def test_b10_a_rank_that_is_gone_is_named(how, says):
     timeout_s = 4.0

@@ -257,8 +257,10 @@ def test_more_steps_follow_their_own_schedule(whole_run, text, tmp_path):
 def test_a_finished_run_and_another_text_cannot_be_resumed(whole_run, text, tmp_path):
     _, whole = whole_run
     outputs = Outputs(folder=tmp_path / "run")
-    with pytest.raises(InputError, match="expected more than the 6 of the checkpoint, got 6"):
+    with pytest.raises(InputError, match="--resume: the run is complete, with 6 steps: to train on, give a larger --s"):
         train(config_of(text), outputs, resume=whole)
+    with pytest.raises(InputError, match="--steps: expected more than the 6 of the checkpoint, got 5"):
+        train(config_of(text, steps=5), outputs, resume=whole)
     other = tmp_path / "other.txt"
     other.write_text("something else " * 20)
     with pytest.raises(InputError, match="expected the text of the checkpoint"):

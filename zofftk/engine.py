@@ -190,16 +190,15 @@ class Engine:
         self.forget_gathered(managed)
 
     def forget_gathered(self, managed: Managed) -> None:
-        index = managed.index
         if managed.round >= 0:
             managed.dropped = max(managed.round + 1, self.ranks.met)
         managed.gathered = Gathered.NOTHING
-        self.outstanding[index] = 0
+        self.outstanding[managed.index] = 0
         self._norm_is_known = False
         managed.round = -1
         for bucket in managed.buckets:
-            bucket.waiting.pop(index, None)
-            bucket.forget({index})
+            bucket.waiting.pop(managed.index, None)
+            bucket.forget({managed.index})
 
     def close_round(self) -> None:
         """Send the buckets on their way that not all parameters of have arrived in."""
@@ -305,6 +304,7 @@ class Engine:
         lands before it is read.
         """
         self.land_all()
+        self.ranks.update_with(hypers.values())
         self.take_norms(at_step=True)
         live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
         if not live:

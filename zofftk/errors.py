@@ -15,3 +15,7 @@ class RankError(RuntimeError):
 
 class RankGoneError(RankError):
     """Another rank is gone, or does not come; whoever raises it knows no more than that."""
+
+
+class StoreSilentError(RankGoneError):
+    """The process that holds torch.distributed's store is there, and does not answer."""

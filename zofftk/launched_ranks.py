@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zofftk.errors import InputError, RankError, RankGoneError
 from zofftk.launch import Launch
+from zofftk.ranks.patience import GRACE_S, within
+from zofftk.ranks.reasons import named_reason, short_reason
 from zofftk.ranks.watch import INTERVAL_S, Watch
 from zofftk.sharding.joint_work import JointWork, talking
 
@@ -39,15 +41,17 @@ class LaunchedRanks(Launch):
 
     def _meet(self, device: str) -> None:
         timeout = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
+        self._limit_s = (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds() + GRACE_S
         backend = "gloo" if device == "cpu" or not torch.cuda.is_available() else "cpu:gloo,cuda:nccl"
         if "nccl" in backend and self.local_rank < torch.cuda.device_count():
             torch.cuda.set_device(self.local_rank)
-        store = self._open_store(timeout)
+        store = within(self._limit_s, lambda: self._open_store(timeout))
         # Signs of life come first: also who does not get through the start has to be named.
         self._watch = Watch(dist.distributed_c10d.PrefixStore("zofftk", store), self.rank, range(self.size))
         with self.at("the start"), talking():
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-            self._talk = JointWork.of(None, PURPOSE)
+            of = {"store": store, "rank": self.rank, "world_size": self.size, "timeout": timeout}
+            within(self._limit_s, lambda: dist.init_process_group(backend, **of))
+            self._talk = JointWork.of(None, PURPOSE, has_signs=False)
 
     def _open_store(self, timeout: timedelta | None) -> Any:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -59,14 +63,12 @@ class LaunchedRanks(Launch):
             limit_s = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
             return _dist.TCPStore(address, int(port), self.size, self._holds_store, limit_s, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise RankError(
-                f"rank {self.rank} cannot reach rank 0, or the launcher, at {address}:{port} ({reason})"
-            ) from error
+            where = f"rank 0, or the launcher, at {address}:{port}"
+            raise RankError(f"rank {self.rank} cannot reach {where} ({short_reason(error)})") from error
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        self._watch.at = place
+        self._watch.begin(place)
         try:
             yield
         except RuntimeError as error:
@@ -93,7 +95,8 @@ class LaunchedRanks(Launch):
 
     def build_meshes(self, device: torch.device) -> None:
         with self.at("the start"), talking():
-            mesh = init_device_mesh(device.type, (self.dp, self.tp), mesh_dim_names=("dp", "tp"))
+            shape, names = (self.dp, self.tp), ("dp", "tp")
+            mesh = within(self._limit_s, lambda: init_device_mesh(device.type, shape, mesh_dim_names=names))
         self.process_group = mesh["dp"].get_group()
         if self.tp > 1:
             self.mesh = mesh["tp"]
@@ -106,7 +109,8 @@ class LaunchedRanks(Launch):
         return word[0].item(), word[1].item() > 0
 
     def leave(self, error: BaseException) -> None:
-        self._watch.judge(str(error) if isinstance(error, RankError) else f"rank {self.rank} has ended, {error!r}")
+        own = f"rank {self.rank} has ended with {named_reason(error)}"
+        self._watch.judge(str(error) if isinstance(error, RankError) else own)
         if self._holds_store:
             time.sleep(1.2 * INTERVAL_S)  # until all have heard it
 

@@ -64,6 +64,7 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         self._replacements = Replacements(self._managed)
         self._steps = 0
         self._scale = ScaleKeeper(merged.loss_scale)
+        self.rank_timeout_s = merged.rank_timeout_s  # counts also where ranks save and load
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
@@ -72,10 +73,10 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         device = merged.device or device_for(params, merged)
         with ExitStack() as opened:  # where ranks differ, or one is gone, nothing goes on here
             opened.callback(device.close)
-            ranks = open_ranks(merged, device, params)
+            ranks = open_ranks(merged, device, params, type(self).__name__)
             opened.callback(ranks.close)
             ranks.check_norm = norm_check(self)
-            if (tensor_parallel := open_tensor_parallel(merged, device, params)) is not None:
+            if (tensor_parallel := open_tensor_parallel(merged, device, params, type(self).__name__)) is not None:
                 opened.callback(tensor_parallel.close)
             engine = self._engine = Engine(merged, device, self.rule, ranks)
             engine.tensor_parallel = tensor_parallel

@@ -27,7 +27,7 @@ from zofftk.outputs import RESULTS, Outputs
 from zofftk.plan.training import predict
 from zofftk.progress import open_progress
 from zofftk.run_record import describe_run, write_record
-from zofftk.summary import print_summary
+from zofftk.summary import Sharing, print_summary
 from zofftk.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def train(
         saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
         written = ranks.first(lambda: write_results(training, outputs, record, failures))
         if not interrupted:
-            print_summary(console, training.optimizer.report(), training.samples, prediction)
+            report, whole = training.optimizer.report(), config.model.num_params
+            print_summary(console, report, training.samples, Sharing(whole, ranks.dp, ranks.tp), prediction)
     if written:
         say(console, f"Written to {outputs.folder}: {', '.join(written)} (timeline.json opens in ui.perfetto.dev)")
     if interrupted:
@@ -145,7 +146,9 @@ def prepare(config: TrainConfig, resume: Checkpoint | None, ranks: Launch | None
 def check_run(config: TrainConfig, resume: Checkpoint | None, ranks: Launch) -> torch.device:
     """All that can be refused before text and model are there."""
     device = choose_device(config.device, ranks)
-    if resume and resume.step >= config.steps:
+    if resume and resume.step == config.steps:
+        raise InputError(f"--resume: the run is complete, with {resume.step} steps: to train on, give a larger --steps")
+    if resume and resume.step > config.steps:
         raise InputError(f"--steps: expected more than the {resume.step} of the checkpoint, got {config.steps}")
     if config.batch_size % ranks.dp:
         raise InputError(

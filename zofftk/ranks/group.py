@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,9 @@ class RankGroup:
         device.open_comm()
         store: Any = dist.distributed_c10d._get_default_store()
         signs = dist.distributed_c10d.PrefixStore(f"zofftk/{group.group_name}", store)
-        self._watch = Watch(signs, dist.get_rank(), self.members)  # last: it has a thread
+        # As torch does it: the launcher has the store, or the first rank.
+        holds_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._watch = Watch(signs, dist.get_rank(), self.members, holds_store=holds_store)  # last: it has a thread
 
     def collective(self, label: str, operation: Callable[[Any, Any, Any], None], dst: Buffer, src: Buffer) -> None:
         """On comm: `operation(dst, src, process_group)`; where it fails, RankError says why."""
@@ -43,14 +46,15 @@ class RankGroup:
 
         self._device.collective(label, run, dst, src)
 
-    def check_same(self, described: Sequence[object]) -> None:
-        """Raises RankError, on all ranks, where they describe their parameters in other words."""
-        with self.at("joining of parameters"):
-            joining.check_same(described, self.process_group)
+    def check_same(self, described: Sequence[object], label: str, what: str = joining.PARAMETERS) -> None:
+        """Raises RankError, on all ranks, where they describe what they have in other words; `what` says what that
+        is."""
+        with self.at(label):
+            joining.check_same(described, self.process_group, what)
 
-    def take_firsts(self, tensors: Sequence[torch.Tensor]) -> None:
+    def take_firsts(self, tensors: Sequence[torch.Tensor], label: str) -> None:
         """What the first rank has in its memory of these becomes what all have."""
-        with self.at("joining of parameters"):
+        with self.at(label):
             joining.take_firsts(tensors, self.process_group)
 
     def sum(self, values: torch.Tensor, label: str) -> None:
@@ -61,9 +65,10 @@ class RankGroup:
     @contextmanager
     def at(self, label: str) -> Iterator[None]:
         """Around what waits for the others: where it fails, RankError says why."""
-        self._watch.at = label
+        self._watch.begin(label)
         try:
             yield
+            self._watch.done()
         except RankError:
             raise
         except RuntimeError as error:

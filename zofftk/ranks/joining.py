@@ -10,16 +10,18 @@ import torch.distributed as dist
 from zofftk.errors import RankError
 from zofftk.ranks.slices import local_of
 
+PARAMETERS = "do not train the same parameters"
 
-def check_same(described: Sequence[object], group: dist.ProcessGroup) -> None:
-    """Raises RankError, on all ranks, where they describe their parameters in other words."""
+
+def check_same(described: Sequence[object], group: dist.ProcessGroup, what: str = PARAMETERS) -> None:
+    """Raises RankError, on all ranks, where they describe what they have in other words; `what` says what that is."""
     others: list[Sequence[object]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(others, list(described), group=group)
     names = dist.get_process_group_ranks(group)
     for name, other in zip(names, others, strict=True):
         if other != others[0]:
             difference = _difference(others[0], other)
-            raise RankError(f"ranks {names[0]} and {name} do not train the same parameters: {difference}")
+            raise RankError(f"ranks {names[0]} and {name} {what}: {difference}")
 
 
 def take_firsts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -12,6 +12,7 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -25,14 +26,21 @@ from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_to_own
 from zofftk.ranks.group import RankGroup
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
-from zofftk.ranks.one import ADD, DROP, NORM, STEP
+from zofftk.ranks.one import ADD, DROP, FLUSH, NORM, STEP, SWITCH
 from zofftk.ranks.slices import slice_box
 from zofftk.ranks.virtual_group import VirtualGroup
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
 ROUND = 1.0
-ALIKE = {NORM: "asks for a norm", STEP: "makes a step", ADD: "adds parameters", DROP: "drops its gradients"}
+ALIKE = {
+    NORM: "asks for a norm, or reads or scales a gradient",
+    STEP: "makes a step",
+    ADD: "adds parameters",
+    DROP: "drops its gradients",
+    FLUSH: "flushes what is late",
+    SWITCH: "switches its update",
+}
 NEWS = 0.5  # added to one of these: the rank has gradients whose norm is not known
 WORDS = (ROUND, *ALIKE, *(word + NEWS for word in ALIKE))
 
@@ -53,6 +61,8 @@ class ManyRanks:
         self._next = 0  # the bucket that leaves next in this round
         self._buckets: list[HostBucket] = []  # all, in the order they leave in
         self._norms: NormExchange | None = None
+        self._updates_with: list[str] = []
+        self._settings = self._settings_told = 0.0
         # All there are, written once: a word that the host stream wrote would come after the updates there.
         self._known = device.buffer("words there are", len(WORDS), torch.float64, "host", on_link=True)
         device.touch("words there are", writes=[self._known])
@@ -65,8 +75,8 @@ class ManyRanks:
             (name, tuple(tensor.shape), str(tensor.dtype), f"slice {box}" if (box := slice_box(tensor)) else "whole")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        self._group.check_same(described)
-        self._group.take_firsts(tensors)
+        self._group.check_same(described, "joining of parameters")
+        self._group.take_firsts(tensors, "joining of parameters")
 
     # -- order -------------------------------------------------------------------------------------------------
 
@@ -108,7 +118,8 @@ class ManyRanks:
     def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
         if does == NORM:
             self.check_norm()
-        self._tell(does + (0.0 if knows_norm else NEWS))
+        knows_all = knows_norm and (does != STEP or self._settings == self._settings_told)
+        self._tell(does + (0.0 if knows_all else NEWS))
         words = self._hear()
         kinds = np.floor(words)
         if (kinds == ROUND).any():
@@ -119,7 +130,8 @@ class ManyRanks:
             first, other = (f"rank {self._named(r)} {ALIKE[float(kinds[r])]}" for r in (0, rank))
             raise RankError(
                 f"the ranks have parted: {first} where {other}; every rank has to call clip_grad_norm_, "
-                "step() and add_param_group() alike, and zero_grad() after a backward on every rank"
+                "grad(), step(), flush(), switch_update() and add_param_group() alike, and zero_grad() after a "
+                "backward on every rank"
             )
         self.has_news, self.met = bool((words != kinds).any()), self.rounds
         return False
@@ -195,12 +207,15 @@ class ManyRanks:
     def take_norms(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer) -> None:
         if self._norms is None or not self._norms.fits(segments, len(managed)):
             self._norms = NormExchange(self._device, self._group, segments, len(managed))
-        self._norms.run(segments, managed, norms)
+        self._norms.run(segments, managed, norms, self._settings)
+        self._settings_told = self._settings
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
         by_rank, dropped = self._presence(managed)
         self._check_dropped(managed, dropped)
-        if not at_step:
+        if at_step:
+            self._check_settings()
+        else:
             self._check_alike(managed, by_rank)
         for one, presence in zip(managed, by_rank.max(axis=0), strict=True):
             one.dropped = 0 if at_step else one.dropped
@@ -218,13 +233,25 @@ class ManyRanks:
         assert self._norms is not None
         return self._norms.presence()
 
+    def update_with(self, hypers: Iterable[object]) -> None:
+        distinct = {id(hyper): hyper for hyper in hypers}.values()  # a few, of many parameters
+        self._updates_with = list(dict.fromkeys(map(str, distinct)))
+        self._settings = float(zlib.crc32("\n".join(self._updates_with).encode()))
+
+    def _check_settings(self) -> None:
+        """Each rank updates a part of every parameter: with another learning rate, say, the parts would not fit."""
+        assert self._norms is not None
+        if len(set(self._norms.settings())) > 1:
+            self._group.check_same(self._updates_with, "comparison of settings", "update with other settings")
+
     def _check_dropped(self, managed: Sequence[Managed], dropped: np.ndarray) -> None:
         """A gradient is summed over ranks on its way: who drops it alone has dropped that of the others too."""
         for index in np.flatnonzero((dropped != dropped[0]).any(axis=0)):
             has, lacks = self._named(int(dropped[:, index].argmax())), self._named(int(dropped[:, index].argmin()))
             raise RankError(
                 f"rank {has} has dropped a gradient of {managed[int(index)].name} that rank {lacks} has kept, or not "
-                "had: every rank has to call zero_grad() alike, that of the optimizer where their backwards differ"
+                "had: every rank has to call zero_grad() and set_grad() alike, and the optimizer's zero_grad() where "
+                "their backwards differ"
             )
 
     def _check_alike(self, managed: Sequence[Managed], by_rank: np.ndarray) -> None:

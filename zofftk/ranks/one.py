@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from zofftk import clipping
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Device, Event
+from zofftk.errors import RankError
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Managed, Update
 from zofftk.staging import Slot
 
-NORM, STEP, ADD, DROP = 2.0, 3.0, 4.0, 5.0  # what all ranks have to do alike
+NORM, STEP, ADD, DROP, FLUSH, SWITCH = 2.0, 3.0, 4.0, 5.0, 6.0, 7.0  # what all ranks have to do alike
 
 
 class Ranks(Protocol):
@@ -61,6 +62,10 @@ class Ranks(Protocol):
         """Whether, when all were asked last, one of them had gradients whose norm was not known."""
         ...
 
+    def update_with(self, hypers: Iterable[object]) -> None:
+        """What the coming step updates with, which has to be the same on all ranks."""
+        ...
+
     def packed_as(self, wire: torch.dtype) -> torch.dtype:
         """What gradients are packed as that come down as `wire`."""
         ...
@@ -104,7 +109,8 @@ class OneRank:
         self._device = device
         self.rounds = self.met = 0
         self.check_norm: Callable[[], None] = lambda: None  # one rank has all of them, wherever they are
-        self.members: Sequence[int] = [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
+        self._knew_world = _has_world()
+        self.members: Sequence[int] = [dist.get_rank() if self._knew_world else 0]
         self._buckets: list[HostBucket] = []
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -128,6 +134,14 @@ class OneRank:
 
     def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
         return False
+
+    def update_with(self, hypers: Iterable[object]) -> None:
+        if not self._knew_world and _has_world() and dist.get_world_size() > 1:
+            raise RankError(
+                f"torch.distributed has {dist.get_world_size()} ranks now, and had not been initialised when this "
+                "optimizer was built, which therefore averages over none of them: build it after init_process_group, "
+                "with the process_group of this rank alone if it is to train alone"
+            )
 
     def packed_as(self, wire: torch.dtype) -> torch.dtype:
         return wire
@@ -165,3 +179,7 @@ class OneRank:
 
     def close(self) -> None:
         return
+
+
+def _has_world() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -27,3 +27,6 @@ class VirtualRanks(ManyRanks):
         super()._presence(managed)
         presence = np.array([[presence_of(one) for one in managed]])
         return presence, np.zeros_like(presence)
+
+    def _check_settings(self) -> None:
+        """All update alike."""

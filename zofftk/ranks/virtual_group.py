@@ -32,10 +32,10 @@ class VirtualGroup:
     def collective(self, label: str, operation: Callable[[Any, Any, Any], None], dst: Buffer, src: Buffer) -> None:
         self._device.collective(label, lambda into, out_of: None, dst, src)
 
-    def check_same(self, described: Sequence[object]) -> None:
+    def check_same(self, described: Sequence[object], label: str, what: str = "") -> None:
         """They are."""
 
-    def take_firsts(self, tensors: Sequence[torch.Tensor]) -> None:
+    def take_firsts(self, tensors: Sequence[torch.Tensor], label: str) -> None:
         """There are no values."""
 
     def sum(self, values: torch.Tensor, label: str) -> None:
