@@ -13,6 +13,7 @@ EXPERIMENTS = {
     "overlap": "what of transfers and update is hidden behind compute, on a timed device",
     "scaling_measured": "bytes and times of every rank on 1, 2 and 4 processes of this machine",
     "delayed": "the delayed update where Adam takes three quarters of compute, on a timed device",
+    "planned": "step time and memory that a run predicts, against what it takes",
     "fig7": "the largest model that each system trains, predicted, against the paper",
 }
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from zofftk.checkpoint import Checkpoint, load_checkpoint
 from zofftk.cli import main
 from zofftk.errors import InputError
+from zofftk.launch import Launch
 from zofftk.outputs import Outputs, run_folder
 from zofftk.progress import open_progress
 from zofftk.train import lr_factor, prepare, step_bytes, train, train_step
@@ -188,7 +189,7 @@ def test_progress_shows_loss_rate_and_time_left(terminal):
 
 def test_fp16_scales_its_loss_and_a_skipped_step_leaves_the_schedule(text, tmp_path):
     config = config_of(text, dtype="fp16", steps=6)
-    training = prepare(config, None)
+    training = prepare(config, None, torch.device("cpu"), Launch())
     training.optimizer._scale.value = training.optimizer._engine.loss_scale = 2.0**40  # overflows for a while
     rates, scales = [], []
     for _ in range(40):

@@ -24,6 +24,8 @@ from zofftk.virtual.rehearsal import Rehearsal
 class Units:
     """Durations that are easy to add up: a nanosecond a byte, or an element, and what else is written here."""
 
+    shares_cores = False
+
     def copy_ns(self, stream, nbytes, copies):
         return nbytes + 1000 * copies
 

@@ -12,6 +12,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Gpu:
     memory_gb_s: float
     memory_efficiency: float  # of memory_gb_s, for operations that only read and write
     kernel_us: float  # what every operation takes beside its work
+    is_host: bool = False  # no device of its own, but the host's cores and memory: nothing is hidden behind anything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,18 @@ class Profile:
     link: Link
     host: Host
     interconnect: Interconnect
+
+    def shared_by(self, ranks: int) -> Profile:
+        """The machine of one of so many ranks on this host: where the device is the host itself, each has a part."""
+        if not self.gpu.is_host or ranks == 1:
+            return self
+        names = ("memory_gib", "peak_16bit_tflops", "peak_32bit_tflops", "memory_gb_s")
+        parts = {name: getattr(self.gpu, name) / ranks for name in names}
+        return dataclasses.replace(
+            self,
+            gpu=dataclasses.replace(self.gpu, **parts),
+            interconnect=dataclasses.replace(self.interconnect, devices_per_host=ranks),
+        )
 
 
 _SECTIONS: dict[str, type[Any]] = {"gpu": Gpu, "link": Link, "host": Host, "interconnect": Interconnect}
@@ -145,17 +159,27 @@ def _section(key: str, kind: type[Any], values: Any) -> Any:
     if not isinstance(values, dict):
         raise InputError(f"{key}: expected a table, got {values!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    _check_names(values, set(fields), f"{key}.")
+    _check_names(values, set(fields), f"{key}.", {name for name in fields if fields[name].type == "bool"})
     for name, value in values.items():
-        _check_number(f"{key}.{name}", name, value, whole=fields[name].type == "int")
+        if fields[name].type == "bool":
+            _check_bool(f"{key}.{name}", value)
+        else:
+            _check_number(f"{key}.{name}", name, value, whole=fields[name].type == "int")
     return kind(**values)
 
 
-def _check_names(values: dict[str, Any], expected: set[str], prefix: str) -> None:
+def _check_names(
+    values: dict[str, Any], expected: set[str], prefix: str, may_miss: AbstractSet[str] = frozenset()
+) -> None:
     if unknown := sorted(values.keys() - expected):
         raise InputError(f"{prefix}{unknown[0]}: unknown, expected {', '.join(sorted(expected))}")
-    if missing := sorted(expected - values.keys()):
+    if missing := sorted(expected - values.keys() - may_miss):
         raise InputError(f"{prefix}{missing[0]}: missing")
+
+
+def _check_bool(place: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{place}: expected true or false, got {value!r}")
 
 
 def _check_number(place: str, name: str, value: Any, *, whole: bool) -> None:
@@ -179,8 +203,11 @@ def write_profile(profile: Profile, path: Path, source: str, notes: Mapping[str,
         lines += ["", f"[{key}]"]
         for name, value in dataclasses.asdict(getattr(profile, key)).items():
             note = notes.get(f"{key}.{name}")
-            number = value if isinstance(value, int) else float(f"{value:.4g}")
-            lines.append(f"{name} = {number!r}" + (f"  # {note}" if note else ""))
+            if isinstance(value, bool):
+                text = str(value).lower()
+            else:
+                text = repr(value if isinstance(value, int) else float(f"{value:.4g}"))
+            lines.append(f"{name} = {text}" + (f"  # {note}" if note else ""))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write("\n".join([*lines, ""]).encode())

@@ -25,6 +25,7 @@ from zofftk.launch import Launch
 from zofftk.loss_curve import draw_loss_curve
 from zofftk.outputs import RESULTS, Outputs
 from zofftk.plan.training import predict
+from zofftk.process_memory import forget_peak, peak_bytes, resident_bytes
 from zofftk.progress import open_progress
 from zofftk.run_record import describe_run, write_record
 from zofftk.summary import Sharing, print_summary
@@ -70,14 +71,17 @@ def train(
     """Runs `config` to its last step, from the first one or from where `resume` was saved; returns the exit code."""
     ranks = ranks or Launch()
     console = Console(quiet=ranks.rank != 0) if console is None else console
-    training = prepare(config, resume, ranks)
-    prediction = ranks.first(lambda: predict(config, dp=ranks.dp, tp=ranks.tp))
+    device = ranks.here(lambda: check_run(config, resume, ranks))
+    prediction = ranks.first(lambda: predict(config, dp=ranks.dp, tp=ranks.tp, ranks_here=ranks.local_size))
+    before_bytes = resident_bytes() if forget_peak() else None
+    training = prepare(config, resume, device, ranks)
     record = describe_run(asdict(config), resumed_at=training.step if resume else None, **ranks.describe())
     record["prediction"] = prediction and asdict(prediction)
     ranks.first(lambda: outputs.folder.mkdir(parents=True, exist_ok=True))
     failures = []
     with ranks.closing(training.optimizer):
         interrupted = run_steps(training, outputs, console)
+        record["memory"] = {"before_bytes": before_bytes, "peak_bytes": peak_bytes(), "device_bytes": taken_of(device)}
         wanted = interrupted or outputs.save is not None or outputs.save_every is not None
         saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
         written = ranks.first(lambda: write_results(training, outputs, record, failures))
@@ -93,6 +97,11 @@ def train(
             say(console, f"  {program} train --resume {shlex.quote(str(outputs.checkpoint))}")
     ranks.first(lambda: raise_all(failures))
     return INTERRUPTED if interrupted else 0
+
+
+def taken_of(device: torch.device) -> int | None:
+    """Of a GPU, at most."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def raise_all(failures: list[OSError]) -> None:
@@ -116,10 +125,8 @@ def say(console: Console, line: str) -> None:
     console.print(encodable, soft_wrap=True, highlight=False, markup=False)
 
 
-def prepare(config: TrainConfig, resume: Checkpoint | None, ranks: Launch | None = None) -> Training:
+def prepare(config: TrainConfig, resume: Checkpoint | None, device: torch.device, ranks: Launch) -> Training:
     """Text, model and optimizer of the run, brought to where `resume` was saved."""
-    ranks = ranks or Launch()
-    device = ranks.here(lambda: check_run(config, resume, ranks))
     corpus = load_text(config, resume, ranks)
     ranks.build_meshes(device)
     model = ranks.here(lambda: build_model(config, resume, device, ranks))

@@ -1,8 +1,10 @@
 """A device without data, on a clock of its own: the engine's schedule, dry-run in one thread.
 
 Every stream has a time, in whole nanoseconds. An operation begins when the stream, what it waits for, and the thread
-that enqueues it are all there, and takes as long as `durations` says. Buffers are meta tensors; the machine adds up
-what they would take. A value it is asked for is `answer`, in every element.
+that enqueues it are all there, and takes as long as `durations` says. Where the streams share the cores, it begins when
+all that was enqueued before it is done as well: in which order they take turns changes little of when all is done.
+Buffers are meta tensors; the machine adds up what they would take. A value it is asked for is `answer`, in every
+element.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ MAIN_LANE = "main"
 
 class DurationsOf(Protocol):
     """How long each operation takes, in ns."""
+
+    @property
+    def shares_cores(self) -> bool: ...
 
     def copy_ns(self, stream: StreamName, nbytes: int, copies: int) -> int: ...
     def move_ns(self, nbytes: int) -> int: ...
@@ -46,7 +51,7 @@ class VirtualDevice(Device):
         super().__init__(keep_spans=keep_spans)
         self._durations = durations
         self._answer = answer
-        self._main_ns = 0
+        self._main_ns = self._cores_ns = 0
         self._free_ns: Counter[str] = Counter()  # when each stream has done what was enqueued on it
         self._model: _ModelSpan | None = None
         self.allocated_bytes: Counter[Place] = Counter()
@@ -63,9 +68,7 @@ class VirtualDevice(Device):
 
     def compute(self, label: str, duration_ns: int) -> None:
         """The model's own work on compute; what follows without a gap under the same label becomes one span."""
-        start = self.now_ns(COMPUTE)
-        stop = self._free_ns[COMPUTE] = start + duration_ns
-        self.busy_ns[COMPUTE] += duration_ns
+        start, stop = self._occupy(COMPUTE, duration_ns)
         if self._model is not None and (self._model.label, self._model.stop_ns) == (label, start):
             self._model.stop_ns = stop
         else:
@@ -80,10 +83,17 @@ class VirtualDevice(Device):
     def _run(self, stream: StreamName, label: str, duration_ns: int, nbytes: int = 0) -> None:
         if stream == COMPUTE:
             self._end_model_span()
+        start, stop = self._occupy(stream, duration_ns)
+        self.trace.add(stream, label, start / 1e9, stop / 1e9, nbytes)
+
+    def _occupy(self, stream: StreamName, duration_ns: int) -> tuple[int, int]:
+        """From when to when the stream does its next work."""
         start = self.now_ns(stream)
-        self._free_ns[stream] = start + duration_ns
+        if self._durations.shares_cores:
+            start = max(start, self._cores_ns)
+        stop = self._free_ns[stream] = self._cores_ns = start + duration_ns
         self.busy_ns[stream] += duration_ns
-        self.trace.add(stream, label, start / 1e9, (start + duration_ns) / 1e9, nbytes)
+        return start, stop
 
     def collect_spans(self) -> None:
         self._end_model_span()

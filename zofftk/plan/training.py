@@ -1,4 +1,4 @@
-"""The step time of `zofftk train`, predicted by a dry run on the profile of the machine it runs on."""
+"""The step time and the memory of `zofftk train`, predicted by a dry run on the profile of the machine it runs on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,29 @@ NOT_SLICED = "not predicted where layers are shared by ranks: see zofftk plan --
 
 @dataclass(frozen=True)
 class Prediction:
-    """`step_ms` is None where there is none, for `reason`; `seconds` is how long it took to make."""
+    """Of one rank. `step_ms` is None where there is none, for `reason`; `seconds` is how long it took to make.
+
+    `device_bytes` and `host_bytes` are what the run takes beside the program itself, when most is taken. On a CPU both
+    are the process's.
+    """
 
     step_ms: float | None
     reason: str = ""
     seconds: float = 0.0
+    device_bytes: int = 0
+    host_bytes: int = 0
 
 
-def predict(config: TrainConfig, *, dp: int, tp: int) -> Prediction:
-    """Of a step once the run has found its pace; not at all where this machine has no profile, or a damaged one."""
+def predict(config: TrainConfig, *, dp: int, tp: int, ranks_here: int = 1) -> Prediction:
+    """Of a step once the run has found its pace; not at all where this machine has no profile, or a damaged one.
+
+    `ranks_here` ranks are on this host.
+    """
     if not this_path().exists():
         return Prediction(None, HOW_TO)
     if tp > 1:
         return Prediction(None, NOT_SLICED)  # a mesh of virtual devices needs torch.distributed to itself
+    from zofftk.plan.memory import RESERVED, SAVING
     from zofftk.plan.sources import preset_source
     from zofftk.plan.trials import Trials
 
@@ -38,8 +48,15 @@ def predict(config: TrainConfig, *, dp: int, tp: int) -> Prediction:
         profile = load_profile(THIS)
     except InputError as error:  # no reason not to train
         return Prediction(None, str(error))
-    step = Trials(source, profile).step(setting_of(config, source.default, dp))
-    return Prediction(step.step_ms, seconds=time.perf_counter() - started_s)
+    trials, setting = Trials(source, profile.shared_by(ranks_here)), setting_of(config, source.default, dp)
+    step, memory = trials.step(setting), trials.memory(setting)
+    device, host = ({**each.items, RESERVED: 0, SAVING: 0} for each in (memory.device, memory.host))
+    return Prediction(
+        step.step_ms,
+        seconds=time.perf_counter() - started_s,
+        device_bytes=sum(device.values()),
+        host_bytes=sum(host.values()) // min(dp, ranks_here),
+    )
 
 
 def setting_of(config: TrainConfig, default: Setting, dp: int) -> Setting:

@@ -28,6 +28,11 @@ class Durations:
     slices: int = 1
 
     @property
+    def shares_cores(self) -> bool:
+        """All streams of one device work on the same cores, so that one after the other is as quick as all at once."""
+        return self.profile.gpu.is_host
+
+    @property
     def ranks_here(self) -> int:
         """Devices on one host."""
         return min(self.ranks * self.slices, self.profile.interconnect.devices_per_host)
