@@ -105,7 +105,10 @@ def _serve(store: Any, calls: SimpleQueue[_Call | None], state: _State) -> None:
     opening.run(store)
     while (call := calls.get()) is not None:
         if not call.is_given_up:
-            call.run(opening.result) if opening.error is None else setattr(call, "error", opening.error)
+            if opening.error is None:
+                call.run(opening.result)
+            else:
+                call.error = opening.error
         with state.lock:
             state.is_silent = False
             call.done.set()
