@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -132,6 +135,34 @@ def test_a_thread_that_serves_no_store_ends():
     del store
     thread.join(5)
     assert not thread.is_alive()
+
+
+AT_EXIT = """
+    import sys, time, torch.distributed as dist
+    from datetime import timedelta
+    from zofftk.ranks.patience import PatientStore
+
+    class Slow:
+        def set(self, key, value):
+            dist.HashStore().wait([key], timedelta(seconds=0.3))  # nobody sets it
+
+    class LastOfAll:
+        def __del__(self):
+            time.sleep(1)  # the interpreter ends meanwhile, and the call is over
+
+    store = PatientStore(Slow())
+    store.post("key", "value")
+    time.sleep(0.1)
+    {drop}
+    sys.last_of_all = LastOfAll()
+    """
+
+
+@pytest.mark.parametrize("drop", ["", "del store"], ids=["held", "dropped"])
+def test_a_process_that_ends_during_a_call_does_not_abort(drop):
+    script = textwrap.dedent(AT_EXIT).format(drop=drop)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_rank_that_comes_late_hears_who_has_given_up():

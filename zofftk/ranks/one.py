@@ -13,6 +13,7 @@ from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Device, Event
 from zofftk.errors import RankError
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Managed, Update
+from zofftk.ranks.world import has_world
 from zofftk.staging import Slot
 
 NORM, STEP, ADD, DROP, FLUSH, SWITCH = 2.0, 3.0, 4.0, 5.0, 6.0, 7.0  # what all ranks have to do alike
@@ -109,7 +110,7 @@ class OneRank:
         self._device = device
         self.rounds = self.met = 0
         self.check_norm: Callable[[], None] = lambda: None  # one rank has all of them, wherever they are
-        self._knew_world = _has_world()
+        self._knew_world = has_world()
         self.members: Sequence[int] = [dist.get_rank() if self._knew_world else 0]
         self._buckets: list[HostBucket] = []
 
@@ -136,7 +137,7 @@ class OneRank:
         return False
 
     def update_with(self, hypers: Iterable[object]) -> None:
-        if not self._knew_world and _has_world() and dist.get_world_size() > 1:
+        if not self._knew_world and has_world() and dist.get_world_size() > 1:
             raise RankError(
                 f"torch.distributed has {dist.get_world_size()} ranks now, and had not been initialised when this "
                 "optimizer was built, which therefore averages over none of them: build it after init_process_group, "
@@ -179,7 +180,3 @@ class OneRank:
 
     def close(self) -> None:
         return
-
-
-def _has_world() -> bool:
-    return dist.is_available() and dist.is_initialized()

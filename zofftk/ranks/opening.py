@@ -13,6 +13,7 @@ from zofftk.device.base import Device
 from zofftk.ranks.one import OneRank, Ranks
 from zofftk.ranks.slices import mesh_of
 from zofftk.ranks.virtual_group import VirtualGroup
+from zofftk.ranks.world import has_world
 from zofftk.threads import usable_threads
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def check_ranks(config: OffloadConfig, params: Sequence[torch.Tensor]) -> None:
         return
     if not (group is None or isinstance(group, dist.ProcessGroup)) and group is not dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"process_group must be a group of torch.distributed, or None, got {group!r}")
-    if dist.is_available() and dist.is_initialized():
+    if has_world():
         _sharing_ranks(config, mesh_of(params))
 
 
@@ -66,7 +67,7 @@ def open_ranks(config: OffloadConfig, device: Device, params: Sequence[torch.Ten
 
         virtual.open(device)
         return VirtualRanks(device, virtual, threads, config.reduce_dtype)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_world():
         return OneRank(device)
     ranks = _sharing_ranks(config, mesh_of(params))
     if len(ranks) == 1:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -64,12 +65,13 @@ class PatientStore:
         self._thread.start()
         self._forgotten = weakref.finalize(self, self._calls.put, None)
         self._forgotten.atexit = False
+        # Torch aborts a process whose interpreter ends while a thread is in a call of the store. Last words come first.
+        self._end = Finalize(None, _end, (self._calls, self._thread, self._state), exitpriority=0)
 
     def close(self) -> None:
         """End the thread, unless it waits for a store that does not answer."""
-        self._forgotten()
-        if not self._state.is_silent:
-            self._thread.join(ANSWER_S)
+        self._forgotten.detach()
+        self._end()
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda store: store.set(key, value))
@@ -100,12 +102,21 @@ class _State:
     is_silent: bool = False  # there is a call that was given up and has not ended
 
 
+def _end(calls: SimpleQueue[_Call | None], thread: threading.Thread, state: _State) -> None:
+    calls.put(None)
+    if not state.is_silent:
+        thread.join(ANSWER_S)
+
+
 def _serve(store: Any, calls: SimpleQueue[_Call | None], state: _State) -> None:
     opening = _Call(lambda store: store.clone() if hasattr(store, "clone") else store)
     opening.run(store)
     while (call := calls.get()) is not None:
         if not call.is_given_up:
-            call.run(opening.result) if opening.error is None else setattr(call, "error", opening.error)
+            if opening.error is None:
+                call.run(opening.result)
+            else:
+                call.error = opening.error
         with state.lock:
             state.is_silent = False
             call.done.set()

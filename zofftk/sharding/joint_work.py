@@ -17,7 +17,7 @@ from zofftk.errors import RankGoneError
 from zofftk.ranks.own_group import make_group
 from zofftk.ranks.reasons import short_reason
 from zofftk.ranks.watch import Watch
-from zofftk.ranks.world import in_world
+from zofftk.ranks.world import has_world, in_world
 from zofftk.sharding.touch import Touch
 
 _c10d: Any = dist.distributed_c10d
@@ -66,7 +66,7 @@ class JointWork:
             timeout_s: how long to wait for a rank that does not come; None: as long as in `group`.
             has_signs: False where the caller has signs of life of its own, and finds out who a RankGoneError is about.
         """
-        if not dist.is_available() or not dist.is_initialized():
+        if not has_world():
             return JointWork(None, 0, 1)
         group = group or dist.group.WORLD
         if group is None or dist.get_rank(group) < 0:
