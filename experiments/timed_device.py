@@ -19,13 +19,19 @@ class TimedDevice(EmulatedDevice):
         self._adam_params_per_s = adam_params_per_s
 
     def host_task(
-        self, label: str, task: Callable[[], None], *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+        self,
+        label: str,
+        task: Callable[[], None],
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+        updates: int = 0,
     ) -> None:
         if label.startswith("adam"):
             seconds = writes[0].tensor.numel() / self._adam_params_per_s
-            super().host_task(label, lambda: time.sleep(seconds), reads=reads, writes=writes)
+            super().host_task(label, lambda: time.sleep(seconds), reads=reads, writes=writes, updates=updates)
         else:
-            super().host_task(label, task, reads=reads, writes=writes)
+            super().host_task(label, task, reads=reads, writes=writes, updates=updates)
 
 
 class Pace:

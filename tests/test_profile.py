@@ -110,6 +110,18 @@ def test_what_is_missing_is_named(section, name):
         parse_profile(wrong)
 
 
+def test_some_entries_may_be_missing(tmp_path):
+    gpu = parse_profile(values()).gpu
+    assert (gpu.attention_tflops, gpu.is_host) == (0, False)
+    host = replaced(is_host=True, attention_tflops=0.125)
+    write_profile(host, tmp_path / "host.toml", "a test's")
+    assert load_profile(tmp_path / "host.toml") == host
+    wrong = values()
+    wrong["gpu"]["is_host"] = 1
+    with pytest.raises(InputError, match="gpu.is_host: expected true or false, got 1"):
+        parse_profile(wrong)
+
+
 def test_nothing_may_take_no_time():
     free = values()
     for section, name in [("gpu", "kernel_us"), ("gpu", "half_intensity"), ("link", "latency_us"), ("host", "task_us")]:
@@ -132,6 +144,33 @@ def test_large_products_come_near_to_the_peak_and_small_ones_do_not():
     half = round(1.5 * gpu.half_intensity)  # 2 n^3 / 3 n^2 is half_intensity
     assert efficiency(half) == pytest.approx(gpu.max_efficiency / 2, rel=1e-2)
     assert efficiency(64) < 0.2 * gpu.max_efficiency
+
+
+def replaced(**of_gpu):
+    return dataclasses.replace(V100, gpu=dataclasses.replace(V100.gpu, **of_gpu))
+
+
+def test_fused_attention_may_have_a_speed_of_its_own():
+    own = Durations(replaced(attention_tflops=10.0))
+    kernel_ns = V100.gpu.kernel_us * 1e3
+    assert own.compute_ns(10**10, 10, 20, wide=False, is_attention=True) == round(1e6 + kernel_ns)
+    for wide in (False, True):  # 0: as products; and never above the peak
+        fast = Durations(replaced(attention_tflops=1e6))
+        as_products = Durations(V100).compute_ns(10**10, 10, 20, wide=wide)
+        assert Durations(V100).compute_ns(10**10, 10, 20, wide=wide, is_attention=True) == as_products
+        assert fast.compute_ns(10**10, 10, 20, wide=wide, is_attention=True) == pytest.approx(as_products, rel=1e-3)
+        assert own.compute_ns(10**10, 10, 20, wide=wide) == as_products
+
+
+def test_ranks_share_a_device_that_is_the_host():
+    host = replaced(is_host=True, attention_tflops=1.0)
+    half = host.shared_by(2)
+    assert half.gpu.peak_16bit_tflops == V100.gpu.peak_16bit_tflops / 2
+    assert half.gpu.attention_tflops == 0.5
+    assert half.interconnect.devices_per_host == 2
+    assert half.host == host.host  # an update has all cores, and each rank a part of it
+    assert host.shared_by(1) is host
+    assert V100.shared_by(2) is V100
 
 
 def test_an_operation_takes_as_long_as_its_memory_at_least():

@@ -47,6 +47,21 @@ def buffer(device, name, numel, place, dtype=torch.uint8):
     return device.buffer(name, numel, dtype, place, on_link=place == "host")
 
 
+class OnOneHost(Units):
+    shares_cores = True
+
+
+def test_streams_that_share_the_cores_take_turns():
+    virtual = VirtualDevice(OnOneHost(), keep_spans=True)
+    slot, wire = buffer(virtual, "slot", 50, "device"), buffer(virtual, "wire", 50, "host")
+    virtual.compute("model", 300)
+    virtual.copy_down("down", wire, slot, [Run(0, 20)])
+    assert virtual.now_ns(DOWN) == 300 + 20 + 1000
+    virtual.host_task("nothing", lambda: None, updates=500)
+    virtual.compute("model", 1)
+    assert virtual.now_ns(COMPUTE) == 1320 + 500 + 1
+
+
 def test_streams_run_side_by_side_and_wait_for_events():
     virtual = device()
     slot, wire = buffer(virtual, "slot", 50, "device"), buffer(virtual, "wire", 50, "host")

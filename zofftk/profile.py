@@ -41,6 +41,7 @@ class Gpu:
     memory_gb_s: float
     memory_efficiency: float  # of memory_gb_s, for operations that only read and write
     kernel_us: float  # what every operation takes beside its work
+    attention_tflops: float = 0.0  # what fused attention reaches; 0: as products of its intensity
     is_host: bool = False  # no device of its own, but the host's cores and memory: nothing is hidden behind anything
 
 
@@ -86,7 +87,7 @@ class Profile:
         """The machine of one of so many ranks on this host: where the device is the host itself, each has a part."""
         if not self.gpu.is_host or ranks == 1:
             return self
-        names = ("memory_gib", "peak_16bit_tflops", "peak_32bit_tflops", "memory_gb_s")
+        names = ("memory_gib", "peak_16bit_tflops", "peak_32bit_tflops", "attention_tflops", "memory_gb_s")
         parts = {name: getattr(self.gpu, name) / ranks for name in names}
         return dataclasses.replace(
             self,
@@ -96,7 +97,7 @@ class Profile:
 
 
 _SECTIONS: dict[str, type[Any]] = {"gpu": Gpu, "link": Link, "host": Host, "interconnect": Interconnect}
-_MAY_BE_0 = {"reserved_gib", "half_intensity", "kernel_us", "latency_us", "task_us"}
+_MAY_BE_0 = {"reserved_gib", "half_intensity", "kernel_us", "latency_us", "task_us", "attention_tflops"}
 _AT_MOST_1 = {"max_efficiency", "memory_efficiency"}
 
 
@@ -159,7 +160,8 @@ def _section(key: str, kind: type[Any], values: Any) -> Any:
     if not isinstance(values, dict):
         raise InputError(f"{key}: expected a table, got {values!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    _check_names(values, set(fields), f"{key}.", {name for name in fields if fields[name].type == "bool"})
+    may_miss = {name for name, field in fields.items() if field.default is not dataclasses.MISSING}
+    _check_names(values, set(fields), f"{key}.", may_miss)
     for name, value in values.items():
         if fields[name].type == "bool":
             _check_bool(f"{key}.{name}", value)

@@ -38,9 +38,10 @@ def predict(config: TrainConfig, *, dp: int, tp: int, ranks_here: int = 1) -> Pr
         return Prediction(None, HOW_TO)
     if tp > 1:
         return Prediction(None, NOT_SLICED)  # a mesh of virtual devices needs torch.distributed to itself
-    from zofftk.plan.memory import RESERVED, SAVING
+    from zofftk.plan.memory import SAVING
     from zofftk.plan.sources import preset_source
     from zofftk.plan.trials import Trials
+    from zofftk.virtual.durations import Durations
 
     started_s = time.perf_counter()
     source = preset_source(config.preset)
@@ -48,14 +49,15 @@ def predict(config: TrainConfig, *, dp: int, tp: int, ranks_here: int = 1) -> Pr
         profile = load_profile(THIS)
     except InputError as error:  # no reason not to train
         return Prediction(None, str(error))
-    trials, setting = Trials(source, profile.shared_by(ranks_here)), setting_of(config, source.default, dp)
+    profile = profile.shared_by(ranks_here)
+    trials, setting = Trials(source, profile), setting_of(config, source.default, dp)
     step, memory = trials.step(setting), trials.memory(setting)
-    device, host = ({**each.items, RESERVED: 0, SAVING: 0} for each in (memory.device, memory.host))
+    device, host = ({**each.items, SAVING: 0} for each in (memory.device, memory.host))
     return Prediction(
         step.step_ms,
         seconds=time.perf_counter() - started_s,
         device_bytes=sum(device.values()),
-        host_bytes=sum(host.values()) // min(dp, ranks_here),
+        host_bytes=sum(host.values()) // Durations(profile, dp).ranks_here,
     )
 
 

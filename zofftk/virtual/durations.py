@@ -57,15 +57,17 @@ class Durations:
         gpu = self.profile.gpu
         return nbytes / (gpu.memory_gb_s * gpu.memory_efficiency)
 
-    def compute_ns(self, flops: int, elements: int, nbytes: int, *, wide: bool) -> int:
+    def compute_ns(self, flops: int, elements: int, nbytes: int, *, wide: bool, is_attention: bool = False) -> int:
         """An operation on the device that does `flops` on so many elements, which it reads or writes.
 
-        `wide`: on elements of 32 bits.
+        `wide`: on elements of 32 bits. `is_attention`: it is fused attention.
         """
         gpu = self.profile.gpu
         peak = (gpu.peak_32bit_tflops if wide else gpu.peak_16bit_tflops) * 1e3 * gpu.max_efficiency
         # flops / (peak * i / (i + half)), where i = flops / elements
         busy_ns = (flops + gpu.half_intensity * elements) / peak
+        if is_attention and gpu.attention_tflops:
+            busy_ns = flops / min(gpu.attention_tflops * 1e3, peak)
         return round(max(busy_ns, self._move_ns(nbytes)) + gpu.kernel_us * 1e3)
 
     def host_ns(self, work: Work) -> int:

@@ -80,7 +80,9 @@ class ModelOps(TorchDispatchMode):
         if cost is None:
             return
         if cost.flops:
-            duration_ns = self._durations.compute_ns(cost.flops, cost.elements, cost.nbytes, wide=cost.wide)
+            duration_ns = self._durations.compute_ns(
+                cost.flops, cost.elements, cost.nbytes, wide=cost.wide, is_attention=cost.is_attention
+            )
         else:
             duration_ns = self._durations.move_ns(cost.nbytes)
         self._spend(cost.flops, duration_ns)

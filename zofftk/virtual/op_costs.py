@@ -21,7 +21,8 @@ class OpCost:
     flops: int
     elements: int  # read and written
     nbytes: int
-    wide: bool  # on elements of 32 bits or more
+    wide: bool  # on operands of 32 bits or more
+    is_attention: bool  # in one operation
 
 
 def _attention(args: Sequence[Any]) -> int:
@@ -71,5 +72,12 @@ def cost_of(
         flops=flops_of(func, args, kwargs, out),
         elements=sum(tensor.numel() for tensor in tensors),
         nbytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors),
-        wide=any(tensor.dtype.itemsize >= 4 and tensor.is_floating_point() for tensor in tensors),
+        wide=_is_wide(tensors),
+        is_attention="scaled_dot_product" in func._schema.name,
     )
+
+
+def _is_wide(tensors: Sequence[torch.Tensor]) -> bool:
+    """By its first operand: attention on 16 bits keeps statistics in 32."""
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    return first is not None and first.dtype.itemsize >= 4
