@@ -13,11 +13,11 @@ from zofftk.errors import InputError
 from zofftk.gpt import GPT
 from zofftk.gpt_config import GPTConfig
 from zofftk.plan import Plan, Setting, Source, plan
-from zofftk.plan.memory import ACCUMULATORS, LATE, LINK, MASTERS
+from zofftk.plan.memory import ACCUMULATORS, GRADIENTS, LATE, LINK, MASTERS
 from zofftk.plan.search import largest_fitting
 from zofftk.plan.setting import POLICIES
 from zofftk.plan.step_parts import divide
-from zofftk.plan.trials import Trials
+from zofftk.plan.trials import SHALLOW, Trials
 from zofftk.profile import load_profile
 from zofftk.trace import Span
 from zofftk.virtual.dry_run import dry_run
@@ -154,12 +154,39 @@ def test_the_step_is_that_of_a_dry_run_and_its_parts_add_up(policy, more):
     assert stages["forward"].total_ns == step.parts["forward"]
 
 
+@pytest.mark.parametrize(
+    ("layers", "more", "allowed"),
+    [
+        (30, {}, 0),
+        (30, {"micro_batch": 16, "recompute": False}, 0),  # the highest point is elsewhere than in a shallow one
+        (12, {"backwards": 2, "policy": "delayed, behind forward"}, 256 * 1024),  # two buckets
+        (25, {"ranks": 4}, 0.01),  # shards are whole blocks: of small ones, that is a lot
+    ],
+)
+def test_a_deep_model_s_memory_comes_of_shallow_ones(layers, more, allowed):
+    config = GPTConfig(layers=20, hidden=256, heads=4, vocab=512, seq=64)
+    setting = Setting(**{"micro_batch": 2, "seq": 64, "recompute": True, "bucket_bytes": 128 * 1024} | more)
+    trials = Trials(small_source(config), V100)
+    memory = trials.memory(setting, layers)
+    assert trials._is_deep(setting, layers)
+    assert set(trials._shallows) == {(setting, few) for few in SHALLOW}
+    whole = trials._rehearse_memory(setting, layers).memory
+    assert memory.num_params == whole.num_params
+    for found, expected in ((memory.device, whole.device), (memory.host, whole.host)):
+        assert found.items.keys() - {GRADIENTS} == expected.items.keys() - {GRADIENTS}
+        within = {"rel" if allowed < 1 else "abs": allowed}
+        assert found.total_bytes == pytest.approx(expected.total_bytes, **within)
+        assert found.locked_bytes == pytest.approx(expected.locked_bytes, **within)
+        if not allowed:
+            assert {name: nbytes for name, nbytes in found.items.items() if nbytes} == expected.items
+
+
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "delayed"])
 def test_a_deep_model_s_step_comes_of_shallow_ones(policy):
     config = GPTConfig(layers=24, hidden=256, heads=4, vocab=512, seq=64, recompute=True)
     setting = Setting(micro_batch=2, seq=64, recompute=True, policy=policy, bucket_bytes=128 * 1024)
     trials = Trials(small_source(config), V100)
-    assert trials._is_deep(setting)
+    assert trials._is_deep(setting, 24)
     step, whole = trials.step(setting), run_dry(setting, V100, config)
     assert step.step_ms == pytest.approx(whole.step_ms, rel=0.01)
     assert step.flops == whole.step.flops

@@ -15,6 +15,7 @@ from zofftk.plan.trials import Trials
 MIB = 1 << 20
 BUCKETS = (32 * MIB, 128 * MIB)  # tried beside the engine's own choice
 SUPERSEDED = "delayed"  # with the model handed over it is never slower
+LIKELY = "delayed, behind forward"  # most often the quickest
 
 
 @dataclass
@@ -79,15 +80,21 @@ class Comparison:
                 return
 
 
+def with_policies(start: Setting) -> list[Setting]:
+    return [replace(start, policy=policy) for policy in start.policies if policy != SUPERSEDED]
+
+
+def with_buckets(setting: Setting) -> list[Setting]:
+    return [replace(setting, bucket_bytes=nbytes) for nbytes in BUCKETS]
+
+
 def compare(trials: Trials, start: Setting) -> Found:
     """Policies, buckets and recomputation, with the micro-batch of `start`, which fits."""
     comparison = Comparison(trials, start)
-    policies = [policy for policy in start.policies if policy != SUPERSEDED]
-    comparison.choose([replace(start, policy=policy) for policy in policies], "the update {0.policy}")
-    best = comparison.best.setting
-    comparison.choose([replace(best, bucket_bytes=nbytes) for nbytes in BUCKETS], "buckets of {0.bucket_mib:.0f} MiB")
+    comparison.choose(with_policies(start), "the update {0.policy}")
+    comparison.choose(with_buckets(comparison.best.setting), "buckets of {0.bucket_mib:.0f} MiB")
     same = replace(start, recompute=not start.recompute)
-    if trials.source.can_recompute and not trials.surely_too_large(same) and trials.memory(same).fits:
+    if trials.source.can_recompute and trials.memory(same).fits:
         text = "layers run again in backward" if same.recompute else "activations kept, no layer run again"
         comparison.choose([replace(comparison.best.setting, recompute=same.recompute)], text)
     return comparison.found

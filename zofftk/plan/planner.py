@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 from zofftk.errors import InputError
 from zofftk.plan.answer import Plan
 from zofftk.plan.assumed import assumed_numbers
 from zofftk.plan.beside import beside
-from zofftk.plan.best import compare, complete
+from zofftk.plan.best import LIKELY, compare, complete, with_buckets, with_policies
 from zofftk.plan.finding import find_source
 from zofftk.plan.nearest import largest_micro_batch, largest_model, nearest_fitting
 from zofftk.plan.setting import Setting
 from zofftk.plan.sources import Source
-from zofftk.plan.trials import Trials
+from zofftk.plan.trials import Found, Trials
 from zofftk.profile import Profile, load_profile, profile_path
 
 NOT_IN_PROFILE = "a host's memory is taken to be free but for what is listed; the program itself takes some too"
@@ -75,19 +76,33 @@ def _assumed(machine: str | os.PathLike[str] | Profile, source: Source) -> tuple
     return (*source.notes, *numbers, NOT_IN_PROFILE)
 
 
+def _try_policies(trials: Trials, start: Setting) -> Found:
+    """Most of what a comparison will ask for."""
+    for each in with_policies(start):
+        trials.step(each)
+    if trials.source.can_recompute:
+        trials.memory(replace(start, recompute=not start.recompute))
+    return trials.found
+
+
 def _answer(trials: Trials, setting: Setting, assumed: tuple[str, ...], searches: bool, started_s: float) -> Plan:
     memory = trials.memory(setting)
-    step = trials.step(setting) if memory.fits else None
     nearest = None if memory.fits else nearest_fitting(trials, setting)
-    micro_batch = layers = found = None
+    step = micro_batch = layers = found = None
     start = setting if memory.fits else nearest.setting if nearest and nearest.layers is None else None
-    if searches and start is None:
+    if not searches:
+        step = trials.step(setting) if memory.fits else None
+    elif start is None:
         layers = largest_model(trials, setting)
-    elif searches and start is not None:
-        with beside(lambda: compare(trials, start)) as compared:
+    else:
+        with beside(lambda: _try_policies(trials, start)) as others:
             micro_batch = largest_micro_batch(trials, setting)
             layers = largest_model(trials, setting)
-            found = complete(trials, start, compared(), micro_batch if memory.fits else None)
+            for each in with_buckets(replace(start, policy=LIKELY)):
+                trials.step(each)
+            trials.know(others())
+        found = complete(trials, start, compare(trials, start), micro_batch if memory.fits else None)
+        step = trials.step(setting) if memory.fits else None
     return Plan(
         model=trials.source.name,
         machine=trials.profile.name,

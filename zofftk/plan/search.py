@@ -14,8 +14,8 @@ def largest_fitting(
     """The largest n of which `free(n)` is 0 or more, where it falls as n grows; None where that of `least` does not.
 
     What is free falls along straight lines, steeper ones later, so the next try is where the line through the two that
-    are nearest meets 0: two tries and the one that proves it are most often enough. The result and the next larger
-    number have both been tried, unless the result is `most`. `first` is tried first, then `second`, if given.
+    are nearest meets 0, and a number is known not to fit where the line through two smaller ones is below 0: three
+    tries are most often enough. The result has been tried. `first` is tried first, then `second`, if given.
     """
     tried: dict[int, float] = {}
 
@@ -34,8 +34,19 @@ def largest_fitting(
         if second is not None and second not in tried:
             tried[second] = free(second)
             low, high = (max(low, second), high) if tried[second] >= 0 else (low, min(high, second))
+        if low < high - 1 and _ends_below(tried, low + 1):
+            return low
         guess = min(max(_where_it_ends(tried, low, high, guess), low + 1), high - 1)
     return low if low >= least else None
+
+
+def _ends_below(tried: dict[int, float], n: int) -> bool:
+    """The line through the two largest below `n`, which is never steeper than what follows, is below 0 there."""
+    smaller = sorted(each for each in tried if each < n)[-2:]
+    if len(smaller) < 2 or smaller[1] != n - 1:
+        return False
+    a, b = smaller
+    return tried[b] + (tried[b] - tried[a]) / (b - a) * (n - b) < 0
 
 
 def _where_it_ends(tried: dict[int, float], low: int, high: int, last: int) -> int:

@@ -1,9 +1,10 @@
 """Dry runs of one model on one machine in many settings, none of them twice.
 
 Layers that repeat are recorded once for a micro-batch, whatever the policy, the buckets and the number of layers. What
-a setting needs of memory is found by the engine's construction and its first backwards, with all layers. Its time is
-that of a whole step; a deep model's comes of two shallow ones, since each layer more, whose gradients fill buckets of
-their own, takes as long as the one before (tested against whole runs: within 1 %).
+a setting needs of memory is found by the engine's construction and its first backwards, its time by a whole step. Of a
+deep model, both are continued from two shallow ones. Each layer more, whose gradients fill buckets of their own, takes
+as long as the one before (tested against whole runs: within 1 %) and as much memory (within the bucket that a layer's
+last gradients share with the next one's, and the block to which shards are rounded).
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ import torch
 
 from zofftk.layout import ParamSpec, default_bucket_bytes
 from zofftk.offload_adam import OffloadAdamW
+from zofftk.plan.deeper import Shallow, deeper, peaks_of
 from zofftk.plan.memory import Memory, memory_of
 from zofftk.plan.setting import POLICIES, Setting
 from zofftk.plan.sources import Source
 from zofftk.plan.step_parts import StepParts, divide
 from zofftk.profile import Profile
 from zofftk.trace import Trace
-from zofftk.virtual.dry_run import GIB, Stepped, steady_steps, training, warm_up
+from zofftk.virtual.dry_run import Stepped, steady_steps, training, warm_up
 from zofftk.virtual.durations import Durations
 from zofftk.virtual.events import Parts
 from zofftk.virtual.mesh import virtual_mesh
 from zofftk.virtual.rehearsal import Rehearsal
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SHALLOW = (6, 8)  # layers that a deep model's step is continued from
+SHALLOW = (6, 8)  # layers that a deep model is continued from; fewer would not be made of recorded ones
 DEEP = 12  # layers from which on that is quicker
-LATE_FROM = 1  # the step that is looked at is one of those that come late
+LATE_FROM = 0  # the step that is looked at is one of those that come late
+
+Found = tuple[dict[Setting, StepParts], dict[tuple[Setting, int | None], Memory]]  # steps, and memories by depth
 
 
 class Trials:
@@ -44,9 +48,22 @@ class Trials:
         self.source, self.profile = source, profile
         self.num_runs = 0
         self._recordings: dict[Setting, Parts] = {}
+        self._repeating: set[Setting] = set()  # whose layers do, whatever the micro-batch
         self._memories: dict[tuple[Setting, int | None], Memory] = {}
+        self._shallows: dict[tuple[Setting, int], Shallow] = {}
         self._steps: dict[Setting, StepParts] = {}
         self._sizes: tuple[int, int] | None = None
+
+    # -- what others have found ---------------------------------------------------------------------------------
+
+    @property
+    def found(self) -> Found:
+        return self._steps, self._memories
+
+    def know(self, found: Found) -> None:
+        """What trials of the same model and machine have found elsewhere is not tried again here."""
+        self._steps |= found[0]
+        self._memories |= found[1]
 
     # -- sizes, without a run ----------------------------------------------------------------------------------
 
@@ -76,46 +93,56 @@ class Trials:
         """What the setting needs, with so many layers (None: the model's own)."""
         key = setting, None if layers == self.source.layers else layers
         if key not in self._memories:
-            with self._rehearsing(setting, layers) as rehearsal, self._training(rehearsal, setting) as optimizer:
-                for _ in range(min(2, setting.backwards)):  # the second makes room for the sum of both
-                    rehearsal.program.micro_batch()
-                optimizer._require_engine().take_norms()  # what ranks tell each other has its place from then on
-                is_late = "update" in POLICIES[setting.policy]
-                self._memories[key] = memory_of(rehearsal, optimizer.rule, is_late=is_late)
+            self._memories[key] = self._memory(setting, layers)
         return self._memories[key]
 
-    def surely_too_large(self, setting: Setting) -> bool:
-        """The device would be full, as two shallow models say, which is quick; False where they cannot tell.
+    def _memory(self, setting: Setting, layers: int | None) -> Memory:
+        number = self.source.layers if layers is None else layers
+        if number is None or not self._is_deep(setting, number):
+            return self._rehearse_memory(setting, layers).memory
+        same = replace(setting, bucket_bytes=self._bucket_bytes(setting, number))
+        few, more = (self._shallow(same, each) for each in SHALLOW)
+        if not (few.peaks and more.peaks):  # layers do not repeat after all
+            return self._rehearse_memory(setting, layers).memory
+        return deeper(few, more, number)
 
-        What is alive grows along straight lines, steeper ones later, so a deep model needs at least this.
-        """
-        layers = self.source.layers
-        if layers is None or layers < DEEP:
-            return False
-        few, more = (self.memory(setting, number).device for number in SHALLOW)
-        growth = (more.total_bytes - few.total_bytes) / (SHALLOW[1] - SHALLOW[0])
-        return few.total_bytes + growth * (layers - SHALLOW[0]) > few.capacity_bytes + GIB // 4
+    def _shallow(self, setting: Setting, layers: int) -> Shallow:
+        if (setting, layers) not in self._shallows:
+            self._shallows[setting, layers] = self._rehearse_memory(setting, layers)
+        return self._shallows[setting, layers]
+
+    def _rehearse_memory(self, setting: Setting, layers: int | None) -> Shallow:
+        """With all the layers; and the highest points of its parts, where layers repeat."""
+        with self._rehearsing(setting, layers) as rehearsal, self._training(rehearsal, setting) as optimizer:
+            for _ in range(min(2, setting.backwards)):  # the second makes room for the sum of both
+                rehearsal.program.micro_batch()
+            optimizer._require_engine().take_norms()  # what ranks tell each other has its place from then on
+            is_late = "update" in POLICIES[setting.policy]
+            memory = memory_of(rehearsal, optimizer.rule, is_late=is_late)
+            peaks = peaks_of(rehearsal.memory, layers or 0) if rehearsal.is_stretched else {}
+        return Shallow(layers or 0, memory, peaks)
 
     # -- time --------------------------------------------------------------------------------------------------
 
     def step(self, setting: Setting) -> StepParts:
         """A step in this setting, fit it or not."""
         if setting not in self._steps:
-            self._steps[setting] = self._continued(setting) if self._is_deep(setting) else self._run(setting, None)
+            layers = self.source.layers
+            is_deep = layers is not None and self._is_deep(setting, layers)
+            self._steps[setting] = self._continued(setting) if is_deep else self._run(setting, None)
         return self._steps[setting]
 
-    def _is_deep(self, setting: Setting) -> bool:
-        """Each layer more fills buckets of its own."""
-        layers = self.source.layers
-        if layers is None or layers < DEEP:
+    def _is_deep(self, setting: Setting, layers: int) -> bool:
+        """So many, each of which fills buckets of its own, that shallow models are quicker."""
+        if self.source.layers is None or layers < DEEP:
             return False
         per_layer = self.num_params(2) - self.num_params(1)
-        return self._bucket_bytes(setting) <= per_layer * TORCH_DTYPES[setting.dtype].itemsize // setting.tp
+        return self._bucket_bytes(setting, layers) <= per_layer * TORCH_DTYPES[setting.dtype].itemsize // setting.tp
 
-    def _bucket_bytes(self, setting: Setting) -> int:
-        """What the engine chooses for all layers."""
+    def _bucket_bytes(self, setting: Setting, layers: int | None = None) -> int:
+        """What the engine chooses for so many layers (None: the model's own)."""
         itemsize = TORCH_DTYPES[setting.dtype].itemsize
-        whole = [ParamSpec(0, self.num_params() // setting.tp, "", itemsize)]
+        whole = [ParamSpec(0, self.num_params(layers) // setting.tp, "", itemsize)]
         return setting.bucket_bytes or default_bucket_bytes(whole)
 
     def _continued(self, setting: Setting) -> StepParts:
@@ -162,9 +189,11 @@ class Trials:
                 dtype=TORCH_DTYPES[setting.dtype],
                 keep_spans=keep_spans,
                 recorded=self._recordings.get(key),
+                repeats=(model := replace(key, micro_batch=1)) in self._repeating,
             )
             if rehearsal.recorded is not None:
                 self._recordings[key] = rehearsal.recorded
+                self._repeating.add(model)
             yield rehearsal
 
     def _training(self, rehearsal: Rehearsal, setting: Setting) -> Any:

@@ -25,6 +25,7 @@ class Peak:
     nbytes: int
     gradients_bytes: int  # that a parameter was waiting for, or had
     activations_bytes: int  # all else
+    began_bytes: int = field(default=0, compare=False)  # activations that were alive where the stage began
 
 
 @dataclass
@@ -38,6 +39,7 @@ class DeviceMemory:
     blocks: list[int] = field(default_factory=list)
     gradients: set[int] = field(default_factory=set)
     num_blocks: int = 0
+    stages: list[tuple[int, object]] = field(default_factory=list)  # where in the line each begins, and its name
     _sizes: dict[int, int] = field(default_factory=dict)  # of the blocks that are alive
 
     def allocate(self, nbytes: int) -> int:
@@ -57,21 +59,35 @@ class DeviceMemory:
     def mark_gradient(self, block: int) -> None:
         self.gradients.add(block)
 
+    def begin(self, stage: object) -> None:
+        """What follows on the line belongs to it."""
+        self.stages.append((len(self.deltas), stage))
+
     @property
     def live_bytes(self) -> int:
         return sum(self._sizes.values())
 
     def peak(self) -> Peak:
         """Of the line so far; the first of several that are as high."""
-        live = of_gradients = 0
+        return max(self.peaks(), key=lambda peak: peak.nbytes)
+
+    def peaks(self) -> list[Peak]:
+        """Of what comes before the first stage, and of each stage."""
+        live = of_gradients = began = 0
         best = Peak(0, 0, 0)
-        for delta, block in zip(self.deltas, self.blocks, strict=True):
+        found, starts = [], [start for start, _ in reversed(self.stages)]
+        for place, (delta, block) in enumerate(zip(self.deltas, self.blocks, strict=True)):
+            while starts and starts[-1] == place:
+                starts.pop()
+                found.append(best)
+                began = live - of_gradients
+                best = Peak(live, of_gradients, began, began)
             live += delta
             if block in self.gradients:
                 of_gradients += delta
             if live > best.nbytes:
-                best = Peak(live, of_gradients, live - of_gradients)
-        return best
+                best = Peak(live, of_gradients, live - of_gradients, began)
+        return [*found, *[best] * (1 + len(starts))]
 
 
 class Storages:

@@ -101,5 +101,15 @@ class Gradient:
         return replace(self, param=self.param.shifted(by), block=self.block.shifted(by))
 
 
-Event = Spent | Taken | Freed | Read | Gradient
+@dataclass(frozen=True)
+class Began:
+    """A part; in a replay alone."""
+
+    part: Part
+
+    def shifted(self, by: int) -> Began:
+        return Began(self.part.shifted(by))
+
+
+Event = Spent | Taken | Freed | Read | Gradient | Began
 Parts = dict[Part, list[Event]]  # in the order they ran

@@ -128,18 +128,20 @@ def record_few(
     fake: FakeTensorMode,
     durations: Durations,
     before: Callable[[Loss], None] = lambda loss: None,
+    *,
+    is_known: bool = False,
 ) -> Parts:
     """What one micro-batch of `model` with its first `FEW` layers does, to be stretched; `before` is called first.
 
-    Raises NotRepeatedError where the layers do not repeat.
+    Raises NotRepeatedError where the layers do not repeat; `is_known` says that they do.
     """
-    recorded = []
-    for number in (FEW, FEW + 1):
-        with stack.first(number):
-            before(loss)
-            recorded.append(record(model, stack, loss, fake, durations))
-    check_repeats(recorded[0], recorded[1], FEW)
-    return recorded[0]
+    with stack.first(FEW):
+        before(loss)
+        few = record(model, stack, loss, fake, durations)
+    if not is_known:
+        with stack.first(FEW + 1):
+            check_repeats(few, record(model, stack, loss, fake, durations), FEW)
+    return few
 
 
 def param_id(name: str, prefix: str) -> ParamId:

@@ -39,6 +39,7 @@ class Rehearsal:
         in_full: run every layer, also where they repeat.
         keep_spans: keep a span of every operation in the device's trace.
         recorded: what `record_few` has made of the same model, loss and durations, to save running them again.
+        repeats: its layers are known to repeat, from another micro-batch, say.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Rehearsal:
         in_full: bool = False,
         keep_spans: bool = False,
         recorded: Parts | None = None,
+        repeats: bool = False,
     ) -> None:
         self.durations = durations
         self.device = VirtualDevice(durations, keep_spans=keep_spans)
         self.memory = DeviceMemory()
         self.recorded: Parts | None = None
+        self._repeats = repeats
         self._flops = 0
         self._fake, self._storages = FakeTensorMode(), Storages(self.memory)
         self.model = build_fake(build, self._fake, dtype)
@@ -89,7 +92,9 @@ class Rehearsal:
     def _stretched(self, stack: LayerStack, loss: Loss, recorded: Parts | None) -> Program:
         """A few layers are run, and the events of all made of theirs; all are run where that cannot be."""
         try:
-            recorded = recorded or record_few(self.model, stack, loss, self._fake, self.durations, self._try_out)
+            recorded = recorded or record_few(
+                self.model, stack, loss, self._fake, self.durations, self._try_out, is_known=self._repeats
+            )
             parts = stretch(recorded, FEW, len(stack.layers))
         except (NotRepeatedError, IndexError):  # the latter: a model that counts on all its layers
             return self._whole(loss)

@@ -16,7 +16,7 @@ from zofftk.optimizer import OffloadOptimizer
 from zofftk.ranks.slices import as_placed, local_of
 from zofftk.virtual.device_memory import Storages
 from zofftk.virtual.durations import Durations
-from zofftk.virtual.events import BlockId, Event, Freed, Gradient, ParamId, Parts, Read, Spent, Taken
+from zofftk.virtual.events import Began, BlockId, Event, Freed, Gradient, ParamId, Parts, Read, Spent, Taken
 from zofftk.virtual.model_ops import ModelOps
 from zofftk.virtual.program import BACKWARD, Spend
 
@@ -44,7 +44,7 @@ class ReplayProgram:
         self.params = dict(params)
         self._by_id = {ids[name]: param for name, param in params.items()}
         self._fake, self._storages, self._spend = fake, storages, spend
-        events = [event for of_part in parts.values() for event in of_part]
+        events = [event for part, of_part in parts.items() for event in (Began(part), *of_part)]
         forward, self._stretches, self._last = _split(events)
         self._forward = forward
         self._gradient_dtypes = {e.block: e.dtype for e in events if isinstance(e, Gradient)}
@@ -78,6 +78,8 @@ class ReplayProgram:
                 self._take(event)
             elif isinstance(event, Freed):
                 self._free(event.block)
+            elif isinstance(event, Began):
+                self._storages.memory.begin(event.part)
             elif isinstance(event, Read) and (param := self._by_id.get(event.param)) is not None:
                 param.detach()  # whoever waits for its value does so now
 
