@@ -13,6 +13,10 @@ EXPERIMENTS = {
     "overlap": "what of transfers and update is hidden behind compute, on a timed device",
     "scaling_measured": "bytes and times of every rank on 1, 2 and 4 processes of this machine",
     "delayed": "the delayed update where Adam takes three quarters of compute, on a timed device",
+    "convergence_gpt": "loss curves of GPT-2-like models: plain, offloaded, delayed; three seeds, resumable",
+    "convergence_sweep": "final losses with the delay, by learning rate and optimizer; resumable",
+    "convergence_bert": "a pre-trained BERT fine-tuned with the delay and without; needs the extra `experiments`",
+    "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
 }
 
 
@@ -32,7 +36,7 @@ def main() -> int:
 
 
 def listing() -> str:
-    lines = [f"  {name:16}{measures}" for name, measures in EXPERIMENTS.items()]
+    lines = [f"  {name:20}{measures}" for name, measures in EXPERIMENTS.items()]
     return "\n".join(
         [
             "Measurements; each prints its figures and keeps them under experiments/results:",

@@ -20,7 +20,13 @@ class PlainAdamW:
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], *, betas: tuple[float, float], eps: float, weight_decay: float, **group: Any
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        **group: Any,
     ) -> None:
         self.max_grad_norm: float = group.pop("max_grad_norm")
         self.params = list(params)
@@ -69,7 +75,7 @@ class PlainAdamW:
 
 
 class TorchAdamW:
-    """torch's AdamW and torch's clipping on fp32 masters: what a run differs from where it differs by rounding alone."""
+    """torch's AdamW and torch's clipping on fp32 masters: differs from `PlainAdamW` by rounding alone."""
 
     def __init__(self, params: Iterable[nn.Parameter], *, max_grad_norm: float, **hyper: Any) -> None:
         self.params, self.max_grad_norm = list(params), max_grad_norm
