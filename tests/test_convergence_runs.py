@@ -202,7 +202,7 @@ def options_of(module, *arguments) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@pytest.mark.parametrize(("module", "count"), [(convergence_gpt, 7), (convergence_sweep, 9)])
+@pytest.mark.parametrize(("module", "count"), [(convergence_gpt, 8), (convergence_sweep, 9)])
 def test_quick_settings_run_plan_and_report(module, count, capsys):
     assert module.run(options_of(module, "--quick", "--workers", "1")) == 0
     made = capsys.readouterr().out

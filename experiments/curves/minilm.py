@@ -64,7 +64,7 @@ def load_minilm() -> Pretrained:
         weights = files.read("model.safetensors")
         tokenizer = Tokenizer.from_str(files.read("tokenizer.json").decode())
     kept = ("transformers_version", "architectures", "_name_or_path")  # of whoever saved it
-    description = {"model": "all-MiniLM-L6-v2", "weights_sha256": hashlib.sha256(weights).hexdigest()}
+    description: dict[str, Any] = {"model": "all-MiniLM-L6-v2", "weights_sha256": hashlib.sha256(weights).hexdigest()}
     description["packages"] = {name: version(name) for name in (DISTRIBUTION, "transformers", "tokenizers")}
     return Pretrained(
         config={key: value for key, value in config.items() if key not in kept},

@@ -44,7 +44,7 @@ def make_task(run: Run) -> Task:
 
 
 def make_optimizer(run: Run, model: nn.Module) -> Any:
-    options = run.hyper | {"lr": run.lr, "max_grad_norm": MAX_GRAD_NORM}
+    options: dict[str, Any] = run.hyper | {"lr": run.lr, "max_grad_norm": MAX_GRAD_NORM}
     if run.update == "plain":
         return PlainAdamW(model.parameters(), **options)
     if run.update == "torch":
