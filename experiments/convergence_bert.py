@@ -31,7 +31,7 @@ def make(update: str, delay_after: int | None, seed: int, *, quick: bool) -> Run
     return Run(
         experiment=command.folder(EXPERIMENT, quick=quick),
         task="bert",
-        model="minilm",
+        model="quick" if quick else "minilm",
         optimizer="AdamW",
         update=update,
         delay_after=delay_after,

@@ -47,5 +47,5 @@ def make(optimizer: str, lr: float, update: str, delay_after: int | None, seed: 
         seed=seed,
         steps=6 if quick else 500,
         batch_size=4 if quick else 16,
-        evaluate_every=3 if quick else 100,
+        evaluate_every=3 if quick else 50,
     )

@@ -9,6 +9,7 @@ from experiments.curves import report
 from experiments.curves.analysis import (
     final_loss,
     first_difference,
+    held_out_slope,
     lag,
     mean_and_sd,
     seed_difference,
@@ -39,6 +40,17 @@ def test_the_slopes_error_is_the_textbooks():
     slope = slope_of_last_tenth([0.0] * 36 + losses.tolist())
     assert slope.per_1000_steps == pytest.approx(600)
     assert slope.standard_error == pytest.approx(1000 * math.sqrt(0.02))
+
+
+def test_the_held_out_slope_is_of_evaluations_in_the_last_tenth():
+    evaluations = [
+        {"step": step, "held_out_loss": 9.0 if step < 900 else 3 - step / 500} for step in range(50, 1001, 50)
+    ]
+    assert held_out_slope(evaluations) == pytest.approx(-2)
+    assert math.isnan(held_out_slope(evaluations[:1]))
+    assert held_out_slope([{"step": 90, "held_out_loss": 2.0}, {"step": 100, "held_out_loss": 1.9}]) == pytest.approx(
+        -10
+    )
 
 
 def test_noise_stays_within_its_error():
@@ -114,7 +126,8 @@ def record(update, seed, losses, *, delay_after=None, lr=1e-3, **results):
     config = {"model": "1.3m", "optimizer": "AdamW", "update": update, "delay_after": delay_after, "lr": lr}
     config |= {"seed": seed, "steps": len(losses)}
     results.setdefault("held_out_loss", losses[-1])
-    return {"config": config, "samples": {"losses": losses}, "results": results}
+    evaluations = [{"step": step, "held_out_loss": loss} for step, loss in enumerate(losses, start=1) if step % 5 == 0]
+    return {"config": config, "samples": {"losses": losses, "evaluations": evaluations}, "results": results}
 
 
 def curve(end, steps=50):

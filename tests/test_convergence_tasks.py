@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.curves import held_out, kept, minilm, topics
+from experiments.curves import held_out, kept, minilm, pool, topics
 from experiments.curves.run import Run
 from zofftk.errors import InputError
 
@@ -71,7 +71,7 @@ def made_up_topics(per_file: int = 20, files: int = 20) -> dict[str, dict[str, l
 
 
 def test_training_and_test_texts_come_from_different_files():
-    found = topics.split_topics(made_up_topics())
+    found = topics.split_topics(made_up_topics(), ("p",))
     assert found.names == ["p.one", "p.three", "p.two"]
     files = [
         {(label, text.split(" of ")[1]) for label, text in topics.rows(part)} for part in (found.training, found.test)
@@ -96,7 +96,7 @@ def test_a_text_that_was_trained_on_is_not_tested():
     for files in by_topic.values():
         for texts in files.values():
             texts[:10] = [common] * 10
-    found = topics.split_topics(by_topic)
+    found = topics.split_topics(by_topic, ("p",))
     assert common in found.training.texts
     assert common not in found.test.texts
     assert len(set(found.test.texts)) == len(found.test.texts)
@@ -105,9 +105,9 @@ def test_a_text_that_was_trained_on_is_not_tested():
 def test_topics_with_few_texts_are_left_out():
     by_topic = made_up_topics() | {"p.small": {f"{i}.py": [f"small {i}"] for i in range(20)}}
     by_topic["p.one_file"] = {"only.py": [f"text {i}" for i in range(999)]}
-    assert topics.split_topics(by_topic).names == ["p.one", "p.three", "p.two"]
-    with pytest.raises(InputError, match="expected docstrings of at least 2 subpackages of .*, got 0"):
-        topics.split_topics({})
+    assert topics.split_topics(by_topic, ("p",)).names == ["p.one", "p.three", "p.two"]
+    with pytest.raises(InputError, match="expected docstrings of at least 2 subpackages of p, q, got 0"):
+        topics.split_topics({}, ("p", "q"))
 
 
 def test_paragraphs_are_the_first_of_docstrings(tmp_path):
@@ -133,8 +133,16 @@ def test_real_packages_give_texts():
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr(minilm, "find_spec", lambda name: None if name == "all_minilm_l6_v2" else object())
-    with pytest.raises(InputError, match=r"all_minilm_l6_v2 is missing: pip install 'zofftk\[experiments\]'"):
+    with pytest.raises(InputError, match=r"all_minilm_l6_v2 is missing: in the checkout, pip install -e '.\[exp"):
         minilm.find_archive()
+
+
+def test_a_missing_package_is_told_before_any_run(monkeypatch):
+    monkeypatch.setattr(minilm, "find_spec", lambda name: None)
+    monkeypatch.setattr(pool, "train_run", lambda run: pytest.fail("a run was begun"))
+    gpt = dataclasses.replace(RUN, task="gpt", model="1.3m")
+    with pytest.raises(InputError, match="is missing"):
+        pool.train_all([gpt, RUN], workers=1)
 
 
 def test_an_archive_that_is_none_is_named(monkeypatch, tmp_path):
@@ -213,12 +221,12 @@ def task(tiny_package, tmp_path, monkeypatch):
     for count in (5, 3):
         texts = [f"{WORDS[label]} {WORDS[3 + i]} gamma" for label in range(3) for i in range(count)]
         splits.append(topics.Split(texts=texts, labels=[label for label in range(3) for _ in range(count)]))
-    found = topics.Topics(names=WORDS[:3], training=splits[0], test=splits[1])
-    monkeypatch.setattr(bert, "load_topics", lambda: found)
+    found = topics.Topics(packages=("p",), names=WORDS[:3], training=splits[0], test=splits[1])
+    monkeypatch.setattr(bert, "load_topics", lambda packages: found)
     monkeypatch.setattr(topics, "version", lambda name: "1")
     monkeypatch.setattr(kept, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(kept, "CHECKPOINTS", tmp_path / "runs")
-    monkeypatch.setattr(bert, "QUICK_TEXTS", 5)
+    monkeypatch.setattr(bert, "TEXTS_ON_THE_WAY", 5)
     return bert.BertTask(RUN)
 
 

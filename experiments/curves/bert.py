@@ -10,18 +10,20 @@ from torch.nn import functional as F
 
 from experiments.curves.minilm import load_minilm
 from experiments.curves.run import Run
-from experiments.curves.topics import load_topics
+from experiments.curves.topics import PACKAGES, load_topics
 
 LENGTH = 64  # tokens of a text; few paragraphs are longer
 TEST_BATCH = 32
-QUICK_TEXTS = 64  # of the test, on the way
+TEXTS_ON_THE_WAY = 64  # of the test
+# By name of the model, which is one and the same: where texts come from.
+PACKAGES_OF = {"minilm": PACKAGES, "quick": ("networkx", "numpy")}
 
 
 class BertTask:
     """The texts of a step and its dropout depend on the run's seed and the step alone."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.topics, self.pretrained = run, load_topics(), load_minilm()
+        self.run, self.topics, self.pretrained = run, load_topics(PACKAGES_OF[run.model]), load_minilm()
         self.ids = self.pretrained.encode(self.topics.training.texts, length=LENGTH)
         self.labels = torch.tensor(self.topics.training.labels)
 
@@ -44,7 +46,8 @@ class BertTask:
 
     def evaluate(self, model: nn.Module, *, at_the_end: bool) -> dict[str, float]:
         """Loss, accuracy and macro F1 on the test texts; on the way, on a part of them."""
-        count = len(self.test_labels) if at_the_end else QUICK_TEXTS
+        whole = at_the_end and self.run.model != "quick"
+        count = len(self.test_labels) if whole else TEXTS_ON_THE_WAY
         # Topics stand one after the other, so a part is taken at even distances.
         chosen = torch.linspace(0, len(self.test_labels) - 1, count).long()
         batches = self.test_ids[chosen].split(TEST_BATCH)

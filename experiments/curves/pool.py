@@ -21,6 +21,7 @@ TIMED_STEPS, UNTIMED_STEPS = 5, 2
 def train_all(runs: Sequence[Run], *, workers: int) -> bool:
     """Makes those that have no record yet, first things first; says whether all have one now."""
     todo = [run for run in runs if kept.load_record(run) is None]
+    check_tasks(todo)
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are there; records go to {kept.RESULTS}", flush=True)
     if workers == 1:
         return all(report_end(run, train_run(run), began) for run, began in started(todo))
@@ -39,6 +40,14 @@ def train_all(runs: Sequence[Run], *, workers: int) -> bool:
             for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
                 finished &= report_end(*end_of(future, running))
     return finished and not waiting
+
+
+def check_tasks(runs: Iterable[Run]) -> None:
+    """What can be missing is better missed now than after the runs that need it not."""
+    if any(run.task == "bert" for run in runs):
+        from experiments.curves.minilm import find_archive
+
+        find_archive()
 
 
 def started(runs: Iterable[Run]) -> Iterable[tuple[Run, float]]:

@@ -8,6 +8,7 @@ from experiments.curves.analysis import (
     SeedDifference,
     final_loss,
     first_difference,
+    held_out_slope,
     lag,
     mean_and_sd,
     seed_difference,
@@ -57,6 +58,10 @@ def result(name: str) -> Callable[[Record], float]:
 
 
 held_out_loss = result("held_out_loss")
+
+
+def flatness(record: Record) -> float:
+    return held_out_slope(record["samples"]["evaluations"])
 
 
 def each(group: BySeed, measure: Callable[[Record], float]) -> dict[int, float]:
@@ -123,13 +128,16 @@ def report_pretraining(records: Sequence[Record]) -> list[str]:
 
 
 def pretraining_table(groups: Mapping[str, BySeed]) -> list[str]:
-    head = ["update", "seeds", "training loss, last tenth", "slope there, nats/1000 steps", "held-out loss"]
+    head = ["update", "seeds", "training loss, last tenth", "slope there, nats/1000 steps", "of held-out loss"]
+    head.append("held-out loss")
     rows = []
     for label, group in groups.items():
         slopes = [slope_of_last_tenth(losses(record)) for record in group.values()]
         slope = sum(one.per_1000_steps for one in slopes) / len(slopes)
         error = math.sqrt(sum(one.standard_error**2 for one in slopes)) / len(slopes)
+        of_held_out, _ = mean_and_sd(list(each(group, flatness).values()))
         cells = [with_sd(group, training_loss), f"{show(slope, sign=True)} ± {show(error)}"]
+        cells += [show(of_held_out, sign=True)]
         cells += [with_sd(group, held_out_loss), *difference_cells(against(groups, label, held_out_loss))]
         rows.append([label, str(len(group)), *cells])
     return table([*head, "difference", "in seed SDs"], rows)
@@ -208,6 +216,10 @@ def report_sweep(records: Sequence[Record]) -> list[str]:
             *table(head, rows),
             "",
         ]
+        slopes = [slope for record in alike if math.isfinite(slope := flatness(record))]
+        if slopes:
+            between = f"{show(min(slopes), 2, sign=True)} to {show(max(slopes), 2, sign=True)}"
+            lines.append(f"Slope of the held-out loss over the last tenth: {between} nats/1000 steps.")
         for label in late:
             lines += [line for lr, groups in rates.items() for line in rate_line(groups, label, optimizer, lr)]
             lines += best_line(rates, label, optimizer)

@@ -36,6 +36,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Topics:
+    packages: tuple[str, ...]
     names: list[str]
     training: Split
     test: Split
@@ -46,7 +47,7 @@ class Topics:
         everything = "\n".join(f"{label} {text}" for part in parts.values() for label, text in rows(part))
         return {
             "text": "first paragraphs of docstrings; which subpackage each is from",
-            "versions": {package: version(package) for package in PACKAGES},
+            "versions": {package: version(package) for package in self.packages},
             "topics": self.names,
             "sha256": hashlib.sha256(everything.encode()).hexdigest(),
             "texts": {name: len(part.texts) for name, part in parts.items()},
@@ -59,15 +60,15 @@ def rows(part: Split) -> Iterator[tuple[int, str]]:
 
 
 @cache
-def load_topics() -> Topics:
-    """All topics of the installed packages that have texts enough."""
+def load_topics(packages: tuple[str, ...] = PACKAGES) -> Topics:
+    """All topics of the packages that have texts enough."""
     by_topic: dict[str, dict[str, list[str]]] = {}
-    for package in PACKAGES:
+    for package in packages:
         by_topic |= read_package(package)
-    return split_topics(by_topic)
+    return split_topics(by_topic, packages)
 
 
-def split_topics(by_topic: dict[str, dict[str, list[str]]]) -> Topics:
+def split_topics(by_topic: dict[str, dict[str, list[str]]], packages: tuple[str, ...]) -> Topics:
     """From the texts of every file of every topic."""
     parts = {topic: split_files(files) for topic, files in sorted(by_topic.items()) if len(files) >= MIN_FILES}
     # A sentence that stands in a training file and again in a test file would be no test.
@@ -78,12 +79,12 @@ def split_topics(by_topic: dict[str, dict[str, list[str]]]) -> Topics:
         if len(training) >= MIN_TRAINING and len(test) >= MIN_TEST:
             chosen[topic] = training[:MAX_TRAINING], test[:MAX_TEST]
     if len(chosen) < 2:
-        raise InputError(f"expected docstrings of at least 2 subpackages of {', '.join(PACKAGES)}, got {len(chosen)}")
+        raise InputError(f"expected docstrings of at least 2 subpackages of {', '.join(packages)}, got {len(chosen)}")
     splits = []
     for part in range(2):
         labelled = [(text, label) for label, both in enumerate(chosen.values()) for text in both[part]]
         splits.append(Split(texts=[text for text, _ in labelled], labels=[label for _, label in labelled]))
-    return Topics(names=list(chosen), training=splits[0], test=splits[1])
+    return Topics(packages=packages, names=list(chosen), training=splits[0], test=splits[1])
 
 
 def split_files(files: dict[str, list[str]]) -> tuple[list[str], list[str]]:
@@ -106,7 +107,7 @@ def read_package(package: str) -> dict[str, dict[str, list[str]]]:
     """By subpackage, by file: the first paragraphs of its docstrings."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise InputError(f"expected the package {package}, which is not installed; pip install 'zofftk[experiments]'")
+        raise InputError(f"expected the package {package}, which comes with zofftk's dependencies")
     root = Path(spec.origin).parent
     found: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for file in sorted(root.rglob("*.py")):
