@@ -45,7 +45,7 @@ def make(optimizer: str, lr: float, update: str, delay_after: int | None, seed: 
         delay_after=delay_after,
         lr=lr,
         seed=seed,
-        steps=6 if quick else 500,
+        steps=6 if quick else 400,
         batch_size=4 if quick else 16,
-        evaluate_every=3 if quick else 50,
+        evaluate_every=3 if quick else 40,
     )

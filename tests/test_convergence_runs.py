@@ -298,6 +298,9 @@ def test_the_long_runs_are_what_is_asked_for():
     assert len({(run.experiment, run.name) for run in runs}) == len(runs)
     params = {name: config.num_params for name, config in gpt.MODELS.items()}
     assert all(abs(params[name] / 1e6 - float(name[:-1])) < 0.06 for name in ("0.7m", "1.3m", "10.5m"))
+    # Two evaluations in the last tenth at least, so that a slope can be stated.
+    pretraining = [run for run in runs if run.task == "gpt"]
+    assert all(run.steps % run.evaluate_every == 0 and run.steps >= 10 * run.evaluate_every for run in pretraining)
     small = [run for run in runs if run.model == "1.3m"]
     for update in ("synchronous", "delayed"):
         assert {run.seed for run in small if run.update == update} == {0, 1, 2}
