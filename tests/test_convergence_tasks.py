@@ -282,7 +282,6 @@ def test_an_interrupted_fine_tuning_goes_on_with_the_same_bits(task):
 
 
 def test_macro_f1_is_the_mean_over_topics():
-    pytest.importorskip("transformers")
     from experiments.curves.bert import macro_f1
 
     labels, guesses = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 1, 2, 0])
