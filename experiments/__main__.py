@@ -17,6 +17,8 @@ EXPERIMENTS = {
     "convergence_sweep": "final losses with the delay, by learning rate and optimizer; resumable",
     "convergence_bert": "a pre-trained BERT fine-tuned with the delay and without; needs the extra `experiments`",
     "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
+    "planned": "step time and memory that a run predicts, against what it takes",
+    "fig7": "the largest model that each system trains, predicted, against the paper",
 }
 
 

@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from experiments.record import keep
 from experiments.verdict import verdict
 from zofftk.data import load_corpus
 from zofftk.gpt import build_gpt
+from zofftk.process_memory import peak_bytes
 from zofftk.train import build_optimizer
 from zofftk.train_config import TrainConfig
 
@@ -103,12 +103,6 @@ def run_steps(model: torch.nn.Module, config: TrainConfig, optimizer: torch.opti
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def peak_bytes() -> int:
-    """The kernel's high-water mark of this process; getrusage's would include what its parent held when forking."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return 1024 * int(line.split()[1])
 
 
 SIDES = {"zofftk": with_engine, "dropped": with_gradients_dropped}

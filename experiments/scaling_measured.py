@@ -24,7 +24,7 @@ REQUIRED_LINK = 1.01  # bytes of all ranks, over those of one; without padding, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the model (default: 8)")
-    parser.add_argument("--width", type=int, default=512, help="of a layer, which has width² weights (default: 512)")
+    parser.add_argument("--width", type=int, default=1024, help="of a layer, which has width² weights (default: 1024)")
     parser.add_argument("--steps", type=int, default=6, help="after a first one that is not counted (default: 6)")
     parser.add_argument("--backwards", type=int, default=2, help="of a step (default: 2)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of ranks (default: 1 2 4)")

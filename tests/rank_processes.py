@@ -16,6 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Imported before the forks: each of them would spend seconds on it.
+import zofftk.optimizer
+import zofftk.ranks.many
+import zofftk.sharding.saving  # noqa: F401
+
 LIMIT_S = 60
 
 

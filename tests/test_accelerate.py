@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ accelerate = pytest.importorskip("accelerate")
 
 import zofftk  # noqa: E402
 from tests.compare import assert_same_bits  # noqa: E402
+from tests.rank_processes import run_ranks  # noqa: E402
 from tests.shadow import Shadow  # noqa: E402
 from tests.small_gpt import build, loss_of  # noqa: E402
 from zofftk.standin import StandInError  # noqa: E402
@@ -74,6 +77,47 @@ def test_b03_accumulate_is_one_large_batch(new_accelerator):
         torch.testing.assert_close(opt.state[p]["master"], q, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(opt.state[p]["exp_avg"], reference.state[q]["exp_avg"], rtol=1e-4, atol=1e-7)
     opt.close()
+
+
+def test_b03_accumulate_over_two_ranks():
+    """16 batches, 2 on each of 2 ranks to an update; `prepare` puts DistributedDataParallel around the model."""
+
+    def work(rank):
+        as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+        os.environ.update({name: str(value) for name, value in as_torchrun.items()})
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        assert accelerator.num_processes == 2
+        model, merged = linear(), linear()
+        opt = zofftk.OffloadAdamW(model.parameters(), lr=0.1)
+        prepared, wrapped, batches = accelerator.prepare(model, opt, rows(16, 2))
+        assert isinstance(prepared, torch.nn.parallel.DistributedDataParallel)
+        zofftk.offload(prepared, opt)
+        norms = []
+        for batch in batches:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(batch).square().mean())
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(prepared.parameters(), 0.1)))
+                wrapped.step()
+                wrapped.zero_grad()
+
+        reference = torch.optim.AdamW(merged.parameters(), lr=0.1)
+        expected = []
+        for batch in rows(4, 8):
+            merged(batch).square().mean().backward()
+            expected.append(float(torch.nn.utils.clip_grad_norm_(merged.parameters(), 0.1)))
+            reference.step()
+            reference.zero_grad()
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert min(norms) > 0.1
+        for p, q in zip(model.parameters(), merged.parameters(), strict=True):
+            assert opt.state[p]["step"] == 4
+            torch.testing.assert_close(opt.state[p]["master"].full(), q.detach(), rtol=1e-5, atol=1e-6)
+            exp_avg = opt.state[p]["exp_avg"].full()
+            torch.testing.assert_close(exp_avg, reference.state[q]["exp_avg"], rtol=1e-4, atol=1e-7)
+        opt.close()
+
+    run_ranks(2, work)
 
 
 @pytest.mark.parametrize(("max_norm", "expected"), [(1.0, (0.06, 0.08)), (1e-9, (6e-11, 8e-11)), (10.0, (0.3, 0.4))])

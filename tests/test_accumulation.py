@@ -8,6 +8,7 @@ from torch import nn
 
 import zofftk
 from tests.compare import assert_same_bits
+from tests.programs.models import Breaks
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -99,15 +100,6 @@ def test_the_fp32_sums_cost_memory_only_where_they_are_used():
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_failed_backward_and_a_retry_leave_no_trace(before):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("a fault in backward")
-
     def train(failures):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
@@ -118,7 +110,7 @@ def test_a_failed_backward_and_a_retry_leave_no_trace(before):
                 for _ in range(before):
                     model(x).sum().backward()
                 with pytest.raises(ArithmeticError):
-                    model[2](model[1](Fails.apply(model[0](x)))).square().sum().backward()
+                    model[2](model[1](Breaks.apply(model[0](x)))).square().sum().backward()
                 opt.zero_grad()
             model(x * (step + 1)).square().sum().backward()
             opt.step()

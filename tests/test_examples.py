@@ -20,6 +20,9 @@ SAYS = {
     "hf_trainer.py": r"{losses}",
     "lightning_module.py": r"{losses}",
     "pack_in_a_plain_loop.py": r"{losses}",
+    "plan_a_run.py": (
+        r"fits: True, 33570816 parameters\ndevice: 67141632 bytes of parameters\nexposed and hidden: True True"
+    ),
 }
 NEEDS = {"accelerate_loop.py": "accelerate", "hf_trainer.py": "transformers", "lightning_module.py": "lightning"}
 NUMBER = r"(\d+\.\d+)"

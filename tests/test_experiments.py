@@ -95,3 +95,53 @@ def test_short_runs_leave_a_record(name, tmp_path, monkeypatch, capsys):
     assert all(line.endswith(": met") or ": missed" in line for line in required)
     (path,) = tmp_path.rglob("*.json")
     assert json.loads(path.read_text())["samples"]
+
+
+def test_a_short_run_over_ranks_keeps_to_its_formulas(tmp_path, monkeypatch, capsys):
+    measured = measure_scaling(tmp_path, monkeypatch, capsys, "gloo")
+    assert measured["backward, on 2, ms"] > 0
+    assert measured["reduce-scatter, on 2, ms"] > 0
+    assert 0 <= measured["reduce-scatter inside backward, on 2, %"] <= 100
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"NCCL needs a GPU for each of 2 ranks, this machine has {torch.cuda.device_count()}",
+)
+def test_a_short_run_over_ranks_on_gpus_keeps_to_its_formulas(tmp_path, monkeypatch, capsys):
+    measured = measure_scaling(tmp_path, monkeypatch, capsys, "nccl")
+    assert all(measured[f"{stage}, on 2, ms"] > 0 for stage in ("reduce-scatter", "down", "Adam", "up", "all-gather"))
+
+
+def measure_scaling(tmp_path, monkeypatch, capsys, backend):
+    """The results of `scaling_measured` on 1 and 2 ranks; its bytes do not depend on the machine."""
+    monkeypatch.setattr("experiments.record.RESULTS", tmp_path)
+    module = importlib.import_module("experiments.scaling_measured")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    options = parser.parse_args(["--steps", "1", "--sizes", "1", "2", "--backend", backend])
+    assert module.run(options) == 0
+    required = [line for line in capsys.readouterr().out.splitlines() if line.startswith("required: ")]
+    assert len(required) == 2
+    assert all(line.endswith(": met") for line in required)
+    (path,) = tmp_path.rglob("*.json")
+    record = json.loads(path.read_text())
+    assert [len(ranks) for ranks in record["samples"].values()] == [1, 2]
+    params, backwards = record["samples"]["1"][0]["num_params"], options.backwards
+    for size, ranks in record["samples"].items():
+        for rank in ranks:
+            own = 2 * params / int(size)  # bytes of its share in 16 bits
+            sent = rank["down_bytes"] + rank["up_bytes"] - rank["told_bytes"] - rank["padding_bytes"]
+            assert sent == pytest.approx((backwards + 1) * own, rel=0.02)
+            assert rank["state_bytes"] == pytest.approx(7 * own, rel=0.02)
+    return record["results"]
+
+
+def test_ranks_without_a_gpu_each_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    module = importlib.import_module("experiments.scaling_measured")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    assert module.run(parser.parse_args(["--backend", "nccl"])) == 2
+    assert "nccl needs 4 GPUs, this machine has 1" in capsys.readouterr().out

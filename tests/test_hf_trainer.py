@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 import zofftk  # noqa: E402
 from tests.compare import assert_same_bits  # noqa: E402
+from tests.rank_processes import run_ranks  # noqa: E402
 from tests.shadow import Shadow  # noqa: E402
 from zofftk.hf import offload_optimizer  # noqa: E402
 
@@ -147,6 +149,40 @@ def test_b12_accumulation_is_one_large_batch(tmp_path):
         )
     opt.close()
     opt_of_large.close()
+
+
+class HandsOver(transformers.TrainerCallback):
+    """Over ranks, the trainer puts DistributedDataParallel around the model before it begins."""
+
+    trainer: transformers.Trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        zofftk.offload(self.trainer.model_wrapped, self.trainer.optimizer.optimizer)
+
+
+def test_two_ranks_train_as_torchs_adamw_on_two(tmp_path):
+    def trained(rank, hands_over):
+        torch.manual_seed(0)
+        model, callback = gpt2(), HandsOver()
+        args = arguments(tmp_path / str(rank))
+        if hands_over:
+            callback.trainer, opt = build(model, args, "class", callbacks=[callback])
+            callback.trainer.train()
+            opt.close()
+            return logged(callback.trainer, "grad_norm"), model
+        trainer = transformers.Trainer(model, args, train_dataset=Words())
+        trainer.train()
+        return logged(trainer, "grad_norm"), model
+
+    def work(rank):
+        as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+        os.environ.update({name: str(value) for name, value in as_torchrun.items()})
+        (norms, model), (expected, other) = trained(rank, True), trained(rank, False)
+        assert norms == pytest.approx(expected, rel=1e-4)
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4, msg=name)
+
+    run_ranks(2, work)
 
 
 @pytest.mark.parametrize("form", ["instance", "class"])

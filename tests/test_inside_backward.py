@@ -12,6 +12,7 @@ from tests import delayed_rule
 from tests.compare import assert_same_bits
 from tests.delayed_rule import HYPER, mlp
 from tests.delayed_rule import loss_of as loss
+from tests.programs.models import Breaks
 from tests.small_gpt import build, loss_of
 from zofftk.device.emulated import EmulatedDevice
 
@@ -164,21 +165,12 @@ def test_a_dropped_backward_is_none(drop):
 
 
 def test_a_backward_that_fails_leaves_no_value_under_way():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("a fault in backward")
-
     pair = Pair(mlp, loss)
     pair.train(3)
     inside = pair.device.inside
     x = torch.ones(3, 16, dtype=torch.bfloat16)
     with pytest.raises(ArithmeticError):
-        pair.model[1:](Fails.apply(pair.model[0](x))).sum().backward()
+        pair.model[1:](Breaks.apply(pair.model[0](x))).sum().backward()
     assert pair.device.inside > inside
     pair.opt.zero_grad()
     for p in (pair.model[4].weight, pair.model[4].bias, pair.model[2].bias):  # of the bucket that was full

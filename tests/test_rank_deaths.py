@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from tests.launched import await_checkpoint, start
 from zofftk.launch import Launch
@@ -54,7 +55,7 @@ def a_killed_rank(text, folder, turn, moments):
     if saved.exists():
         checkpoint = load_rank_checkpoint(saved)
         assert checkpoint.step == len(checkpoint.samples) >= 1
-        prepare(TrainConfig(**checkpoint.config), checkpoint, Launch()).optimizer.close()
+        prepare(TrainConfig(**checkpoint.config), checkpoint, torch.device("cpu"), Launch()).optimizer.close()
 
 
 def test_b10_a_killed_rank_ends_all_and_leaves_a_whole_checkpoint(text, tmp_path):

@@ -179,17 +179,35 @@ def test_b18_one_norm_for_all():
     run_ranks(2, work)
 
 
-def test_b29_tied_weights():
+def test_b29_tied_weights(tmp_path):
     def work(rank):
-        torch.manual_seed(0)
-        shared = nn.Parameter(torch.ones(4, 4))
-        opt = zofftk.OffloadAdamW([shared], lr=0.1, max_grad_norm=1.0)
-        for _ in range(3):
-            (shared.sum() * 0.5 + (shared * 0.5).sum()).backward()
+        def build():
+            embedding, head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+            head.weight = embedding.weight
+            model = nn.Sequential(embedding, head)
+            nn.init.ones_(head.weight)
+            return model, zofftk.OffloadAdamW(model.named_parameters(), lr=0.1, max_grad_norm=1.0)
+
+        def step(model, opt):
+            weight = model[0].weight
+            (model[0].weight.sum() * 0.5 + (model[1].weight * 0.5).sum()).backward()
             opt.step()
-            assert opt.last_grad_norm == 4.0
             opt.zero_grad()
-        opt.close()
+            assert opt.last_grad_norm == 4.0
+            assert model[1].weight is model[0].weight is weight
+            assert len(opt.state) == 1
+
+        model, opt = build()
+        for _ in range(3):
+            step(model, opt)
+        zofftk.save_sharded({"model": model, "optimizer": opt}, tmp_path / "run")
+        again, other = build()
+        zofftk.load_sharded({"model": again, "optimizer": other}, tmp_path / "run")
+        for m, o in ((model, opt), (again, other)):
+            step(m, o)
+        assert torch.equal(model[0].weight, again[1].weight)
+        for o in (opt, other):
+            o.close()
 
     run_ranks(2, work)
 
@@ -222,13 +240,16 @@ def test_b82_fewer_elements_than_ranks():
         groups = [nn.Parameter(torch.ones(n)) for n in (3, 1, 5)]
         twins = [nn.Parameter(torch.ones(n)) for n in (3, 1, 5)]
         options = {"lr": 0.1, "max_grad_norm": 1.0}
-        opt = zofftk.OffloadAdamW([{"params": [p]} for p in groups], **options)
+        empty = [{"params": []}, {"params": [nn.Parameter(torch.ones(0))]}]  # on all ranks
+        opt = zofftk.OffloadAdamW([*empty, *({"params": [p]} for p in groups)], **options)
         one = zofftk.OffloadAdamW([{"params": [p]} for p in twins], process_group=alone(rank), **options)
-        for _ in range(3):
+        for step in range(3):
+            empty[1]["params"][0].grad = torch.ones(0) if step else None
             for o, params in ((opt, groups), (one, twins)):
                 sum((p * (i + 1)).sum() for i, p in enumerate(params)).backward()
                 o.step()
                 o.zero_grad()
+            assert opt.last_grad_norm == one.last_grad_norm
         for p, q in zip(groups, twins, strict=True):
             assert torch.equal(p, q)
         held = sum(part.numel() for m in opt._engine.managed for _, part in m.segment.parts("master", m.index))
@@ -337,7 +358,7 @@ def test_handed_over():
 
 @pytest.mark.parametrize(
     ("how", "says"),
-    [("dies", "rank 2 has died or cannot be reached"), ("hangs", "rank 2 is alive but does not come, it is at")],
+    [("dies", "rank 2 has died or cannot be reached"), ("hangs", "rank 2 is alive but does not come, it is after")],
 )
 def test_b10_a_rank_that_is_gone_is_named(how, says):
     timeout_s = 4.0

@@ -26,7 +26,7 @@ def test_python_blocks_run(code):
 
 
 def test_there_are_blocks_to_run():
-    assert len(PYTHON_BLOCKS) == 7
+    assert len(PYTHON_BLOCKS) == 8
 
 
 def test_make_targets_exist():
@@ -39,7 +39,7 @@ def test_make_targets_exist():
 
 def test_commands_exist():
     commands = set(re.findall(r"`zofftk (\w+)", README))
-    assert commands == {"train", "doctor", "dataflow", "bench"}
+    assert commands == {"train", "doctor", "plan", "dataflow", "bench"}
     help_text = build_parser(bench=False).format_help()
     assert all(command in help_text for command in commands)
     for experiment in re.findall(r"`python -m experiments (\w+)`", README):

@@ -165,7 +165,7 @@ def test_a_rank_that_is_killed_during_a_save_leaves_the_previous_checkpoint(tmp_
             files._Summed.write = dying
         start = time.monotonic()
         state["value"].zero_()
-        with pytest.raises(RuntimeError, match="another rank has ended, or does not answer"):
+        with pytest.raises(RuntimeError, match="rank 1 has died or cannot be reached"):
             save_sharded(state, folder, wait=wait).wait()
         return time.monotonic() - start
 
@@ -191,8 +191,8 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_previous_checkpoint_stays
         for wrong, error, because in [
             ({"a": {"b": lost}}, InputError, r"the ranks hold \d+ elements of a.b, expected each of its 30 once"),
             ({"a": {"b": none}}, InputError, "the ranks hold 0 elements of a.b, expected each of its 30 once"),
-            ({"a": {"b": held}}, InputError, r"the ranks hold \d+ elements of a.b, expected each of its 30 once"),
-            ({"a": {"b": shape}}, InputError, r"a.b has shape \(2,\) on one rank, \(3,\) on another"),
+            ({"a": {"b": held}}, InputError, r"the same elements of a.b, expected each of its 30 once: .*pass group="),
+            ({"a": {"b": shape}}, InputError, r"a.b is a state .* \(2,\) .* on rank 0, .* \(3,\) .* on rank 1"),
             ({"a": [1, test_kinds_of_values] if rank == 2 else 1}, TypeError, r"cannot save state\['a'\]\[1\]"),
         ]:
             with pytest.raises(error, match=because):
@@ -359,7 +359,7 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
         if rank == 1:  # its file goes elsewhere
             writer = saving.summing_writer
             saving.summing_writer = lambda folder: writer(tmp_path / "elsewhere")
-        because = r"rank 0 does not see it: expected a file system that all ranks share: .*__1_0.distcp"
+        because = r"the first rank does not see it: expected a file system that all ranks share: .*__1_0.distcp"
         with pytest.raises(FileNotFoundError, match=because):
             save_sharded({"a": 2, "b": ShardedState((2,), torch.float32, [(rank, torch.ones(1))])}, tmp_path / "ckpt")
 

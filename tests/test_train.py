@@ -18,6 +18,7 @@ from rich.console import Console
 from zofftk.checkpoint import Checkpoint, load_checkpoint
 from zofftk.cli import main
 from zofftk.errors import InputError
+from zofftk.launch import Launch
 from zofftk.outputs import Outputs, run_folder
 from zofftk.progress import open_progress
 from zofftk.train import lr_factor, prepare, step_bytes, train, train_step
@@ -188,7 +189,7 @@ def test_progress_shows_loss_rate_and_time_left(terminal):
 
 def test_fp16_scales_its_loss_and_a_skipped_step_leaves_the_schedule(text, tmp_path):
     config = config_of(text, dtype="fp16", steps=6)
-    training = prepare(config, None)
+    training = prepare(config, None, torch.device("cpu"), Launch())
     training.optimizer._scale.value = training.optimizer._engine.loss_scale = 2.0**40  # overflows for a while
     rates, scales = [], []
     for _ in range(40):
@@ -257,8 +258,10 @@ def test_more_steps_follow_their_own_schedule(whole_run, text, tmp_path):
 def test_a_finished_run_and_another_text_cannot_be_resumed(whole_run, text, tmp_path):
     _, whole = whole_run
     outputs = Outputs(folder=tmp_path / "run")
-    with pytest.raises(InputError, match="expected more than the 6 of the checkpoint, got 6"):
+    with pytest.raises(InputError, match="--resume: the run is complete, with 6 steps: to train on, give a larger --s"):
         train(config_of(text), outputs, resume=whole)
+    with pytest.raises(InputError, match="--steps: expected more than the 6 of the checkpoint, got 5"):
+        train(config_of(text, steps=5), outputs, resume=whole)
     other = tmp_path / "other.txt"
     other.write_text("something else " * 20)
     with pytest.raises(InputError, match="expected the text of the checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch.distributed as dist
@@ -33,10 +34,14 @@ def ranks(monkeypatch):
     store = Store()
     made = {rank: Watch(store, rank, (4, 6, 7)) for rank in (4, 6, 7)}
     for watch in made.values():
-        watch.at = "step 3"
+        watch.begin("step 3")
     yield store, made
     for watch in made.values():
         watch.close()
+
+
+def await_signs():
+    time.sleep(0.1)
 
 
 def die(watch):
@@ -46,10 +51,11 @@ def die(watch):
 
 def test_the_dead_rank_is_named_by_its_number_in_the_world(ranks):
     _, by_rank = ranks
+    await_signs()
     die(by_rank[6])
     error = by_rank[4].blame(RuntimeError("Connection closed\nand more"))
     assert re.fullmatch(
-        r"rank 4 cannot go on at step 3: rank 6 has died or cannot be reached; it was at .* "
+        r"rank 4 cannot go on at step 3: rank 6 has died or cannot be reached; it was last heard of at step 3 "
         r"\(RuntimeError: Connection closed\)",
         str(error),
     )
@@ -95,3 +101,48 @@ def test_a_store_that_is_gone_is_named(ranks):
     assert "rank 6 has lost the process that holds torch.distributed's store (rank 0, or the launcher)" in str(
         by_rank[6].blame(RuntimeError("b"))
     )
+
+
+def test_the_place_is_told_before_the_next_sign_is_due(ranks, monkeypatch):
+    _, by_rank = ranks
+    monkeypatch.setattr(watches, "INTERVAL_S", 0.4)
+    await_signs()
+    by_rank[6].begin("step 4")
+    time.sleep(0.2)
+    by_rank[6].done()
+    time.sleep(0.2)
+    die(by_rank[6])
+    assert "it was last heard of after step 4" in str(by_rank[4].blame(RuntimeError("a")))
+
+
+def test_a_watch_that_is_forgotten_says_so(ranks):
+    _, by_rank = ranks
+    await_signs()
+    by_rank.pop(6)
+    await_signs()
+    assert "rank 6 has dropped its optimizer, at step 3" in str(by_rank[4].blame(RuntimeError("a")))
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (
+            "[/__w/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2710. "
+            "This is typically caused by a remote worker crashing. GLHF!",
+            "Connection closed by peer [127.0.0.1]:2710",
+        ),
+        (
+            "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete",
+            "Timed out waiting 5000ms for recv operation to complete",
+        ),
+        (
+            "wait timeout after 5000ms, keys: /a/0\nException raised from doWait at",
+            "wait timeout after 5000ms, keys: /a/0",
+        ),
+    ],
+)
+def test_the_reason_is_short_and_the_rest_stays_with_the_cause(ranks, text, short):
+    _, by_rank = ranks
+    die(by_rank[6])
+    said = str(by_rank[4].blame(RuntimeError(text)))
+    assert said.endswith(f"(RuntimeError: {short})")

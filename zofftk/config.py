@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from zofftk.device.base import Device
+    from zofftk.ranks.virtual_group import VirtualGroup
 
 MAX_THREADS = 4096
 UPDATES = ("synchronous", "delayed")
@@ -43,7 +44,8 @@ class OffloadConfig:
             exchanged behind the gradients inside backward, wherever that is right; a second backward after such an
             exchange and before the step is an error.
         process_group: the ranks that train this model on different data and share its states (a
-            `torch.distributed` process group); None: all ranks, where `torch.distributed` is initialised. Where
+            `torch.distributed` process group, or a `VirtualGroup` in a dry run); None: all ranks, where
+            `torch.distributed` is initialised. Where
             parameters are DTensors (`parallelize_module`, on a mesh of one dimension): those with the same slices,
             which None finds where the mesh is all ranks, or one of the two dimensions of a mesh of all ranks.
             Those of `fully_shard` are taken too; with it, accumulate by `set_requires_gradient_sync(False)` in all
@@ -66,7 +68,7 @@ class OffloadConfig:
     update: str = "synchronous"
     delay_after: int = 40
     backwards_per_step: int | None = None
-    process_group: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | VirtualGroup | None = None
     reduce_dtype: torch.dtype | None = None
     rank_timeout_s: float | None = None
     threads: int | None = None

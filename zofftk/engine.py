@@ -37,6 +37,7 @@ from zofftk.inside_backward import AtStep, InsideBackward
 from zofftk.layout import ParamSpec, build_layout, default_bucket_bytes
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.policies import Delayed, Policy, make_policy, take_kept
+from zofftk.ranks import unlike
 from zofftk.ranks.one import ADD, DROP, NORM, STEP, OneRank, Ranks
 from zofftk.ranks.slices import is_cut, local_of
 from zofftk.rules.base import Hyper, Rule
@@ -69,8 +70,7 @@ class Engine:
         self.outstanding = bytearray()  # by index: a gradient is in the inbox or gathered
         self.renew: Callable[[int], None] = lambda index: None  # have another stand-in for what comes
         self._lock = threading.RLock()  # backwards in several threads may deliver at once
-        self._round = 0
-        self._norm_is_known, self._has_met = False, True  # met: no gradient has come since all ranks did the same
+        self._norm_is_known, self._has_met = False, True  # met: none has come since a step or drop of all
         self.policies = [make_policy(config.update, config.delay_after)]  # the last one is in use
         self.loss_scale = 1.0  # what gradients are too large by; changes only between two sets of gradients
         self.inside = AtStep()
@@ -81,11 +81,6 @@ class Engine:
     @property
     def policy(self) -> Policy:
         return self.policies[-1]
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the states, the wires, the statistics and, where there are any, the fp32 totals."""
-        return sum(segment.host_bytes for segment in self.segments)
 
     def add(self, tensors: Sequence[torch.Tensor], names: Sequence[str], states: Iterable[str]) -> list[Managed]:
         """Take over parameters: lay them out, allocate their host memory with these moments, copy the masters."""
@@ -110,10 +105,10 @@ class Engine:
         self.segments.append(segment)
         self.buckets += segment.buckets
         self.ranks.add(segment.buckets)
+        buckets_of = segment.buckets_of_params()
         for i, (tensor, name, wire) in enumerate(zip(tensors, names, wires, strict=True), first):
-            buckets = [bucket for bucket in segment.buckets if i in bucket.params]
             is_copy = not is_first and not is_cut(tensor)
-            self.managed.append(Managed(i, tensor, name, segment, buckets, wire=wire, is_copy=is_copy))
+            self.managed.append(Managed(i, tensor, name, segment, buckets_of[i], wire=wire, is_copy=is_copy))
         self.outstanding.extend(bytes(len(tensors)))
         self._norms = self.device.buffer("norms", len(self.managed), torch.float64, "host", zero=True)
         for bucket in segment.buckets:
@@ -167,10 +162,10 @@ class Engine:
 
     def _gather(self, managed: Managed, grad: torch.Tensor) -> None:
         self.way_up.land_before_backward(managed)
-        managed.comes_again |= managed.gathered is Gathered.LIVE or managed.round == self._round
-        if managed.round == self._round or any(map(self.ranks.has_left, managed.buckets)):
+        managed.comes_again |= managed.gathered is Gathered.LIVE or managed.round == self.ranks.rounds
+        if managed.round == self.ranks.rounds or any(map(self.ranks.has_left, managed.buckets)):
             self.close_round()  # it fires again: a new backward, or a second use inside this one
-        managed.round = self._round
+        managed.round = self.ranks.rounds
         managed.gathered = Gathered.LIVE
         self.outstanding[managed.index] = 1
         self._norm_is_known, self._has_met = False, False
@@ -190,20 +185,26 @@ class Engine:
         managed = self.managed[index]
         if managed.gathered is not Gathered.LIVE:
             return
+        if self.ranks.size > 1 and managed.round == self.ranks.rounds:
+            self.close_round()  # what others have for this round is dropped with it
+        self.forget_gathered(managed)
+
+    def forget_gathered(self, managed: Managed) -> None:
+        if managed.round >= 0:
+            managed.dropped = max(managed.round + 1, self.ranks.met)
         managed.gathered = Gathered.NOTHING
-        self.outstanding[index] = 0
+        self.outstanding[managed.index] = 0
         self._norm_is_known = False
         managed.round = -1
         for bucket in managed.buckets:
-            bucket.waiting.pop(index, None)
-            bucket.forget({index})
+            bucket.waiting.pop(managed.index, None)
+            bucket.forget({managed.index})
 
     def close_round(self) -> None:
         """Send the buckets on their way that not all parameters of have arrived in."""
         self.deliver()
         for bucket in self.ranks.last_of_round():
             self._launch(bucket)
-        self._round += 1
 
     def meet(self, does: float) -> None:
         """Take part in what others have begun, until all are at the same point; first what is on its way up."""
@@ -214,9 +215,11 @@ class Engine:
             for bucket in self.ranks.round_of_others():
                 self._launch(bucket)
             self._norm_is_known = False
-        self._has_met = True
+        self._has_met = does in (STEP, DROP)
 
     def _launch(self, bucket: HostBucket) -> None:
+        if self.ranks.size > 1 and bucket is self.buckets[0]:
+            unlike.forget_dropped(self)
         if bucket.on_wire or bucket.scale.keys() & bucket.waiting.keys():
             self.totals.add(bucket)
         bucket.zero -= bucket.waiting.keys()
@@ -244,23 +247,21 @@ class Engine:
     def scale_gradient(self, index: int, factor: float) -> None:
         """Multiply what was gathered of a parameter, by the same factor in all of its buckets."""
         with self._lock:
-            managed = self.managed[index]
             self.take_norms()
-            if managed.gathered is not Gathered.LIVE:
+            if (managed := self.managed[index]).gathered is Gathered.LIVE:
+                managed.scale_gathered(factor)
+            else:
                 managed.square_sum *= factor**2  # what is left of a used gradient is its norm
-                return
-            for bucket in managed.buckets:
-                if index not in bucket.zero:
-                    bucket.scale[index] = bucket.scale.get(index, 1.0) * factor
 
     def change_loss_scale(self, value: float) -> None:
         """What has been gathered keeps its true value."""
-        self.deliver()
         ratio, self.loss_scale = value / self.loss_scale, value
-        for managed in self.managed if ratio != 1.0 else ():
-            if managed.gathered is Gathered.LIVE:
-                self.scale_gradient(managed.index, ratio)
-                managed.square_sum /= ratio**2
+        if ratio != 1.0:
+            self.close_round()
+            for managed in self.managed:
+                if managed.is_live:
+                    managed.scale_gathered(ratio)
+                    managed.square_sum /= ratio**2
 
     def zero_gradient(self, index: int) -> None:
         """Make it a true zero: the parameter takes part in the update with a gradient of zeros."""
@@ -303,6 +304,7 @@ class Engine:
         lands before it is read.
         """
         self.land_all()
+        self.ranks.update_with(hypers.values())
         self.take_norms(at_step=True)
         live = [managed for managed in self.managed if managed.is_live and managed.index in hypers]
         if not live:
@@ -311,6 +313,7 @@ class Engine:
             self.exchange(take_kept(self.policy))  # loaded from a run that was late
         norm = clipping.global_norm([managed.gathered_square_sum for managed in live])
         updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
+        self._has_met = math.isfinite(norm)  # else there still is what all have to drop
         self.inside.end_step(live)
         self.exchange(self.policy.exchange(updates), early=early)
         if not early and not self.policy.kept:
@@ -341,7 +344,7 @@ class Engine:
         buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
         started = [self._update(bucket, hypers, coefficient, threads) for bucket in buckets]
         for managed in live:
-            managed.gathered, managed.elsewhere = Gathered.SPENT, False
+            managed.gathered, managed.elsewhere, managed.round = Gathered.SPENT, False, -1
             self.outstanding[managed.index] = 0
         return [updated for updated in started if updated is not None]
 
@@ -356,11 +359,11 @@ class Engine:
             return None
         if (sent := bucket.sent.get(bucket.wire)) is not None:
             self.device.wait(HOST, sent, f"sent: {bucket.label} must have left before it is overwritten")
-        steps = {index: self.managed[index].step for index in present}
-        task = update.apply(bucket, present, hypers, steps, coefficient, threads)
+        task = update.apply(bucket, present, hypers, {i: self.managed[i].step for i in present}, coefficient, threads)
         reads = [bucket.total] if bucket.summed and bucket.total else []
         writes = [bucket.master, *bucket.moments.values(), bucket.wire]
-        self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes)
+        numel = sum(piece.numel for piece in bucket.pieces_of(present))
+        self.device.host_task(f"{self.rule.name}: {bucket.label}", task, reads=reads, writes=writes, updates=numel)
         bucket.forget(present)
         return Update(bucket, present, bucket.wire, self.device.record(HOST))
 
@@ -379,6 +382,8 @@ class Engine:
         if self.ranks.size > 1:
             if not self._has_met:
                 self.meet(DROP)  # or what is dropped here would be added to what comes next there
+            for managed in self.managed:
+                managed.dropped = 0
             for bucket in self.buckets:
                 bucket.forget(set(bucket.params))
 

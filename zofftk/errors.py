@@ -11,3 +11,11 @@ class StoppedError(RuntimeError):
 
 class RankError(RuntimeError):
     """Another rank is gone, held up, or has parted from this one; the message names it."""
+
+
+class RankGoneError(RankError):
+    """Another rank is gone, or does not come; whoever raises it knows no more than that."""
+
+
+class StoreSilentError(RankGoneError):
+    """The process that holds torch.distributed's store is there, and does not answer."""

@@ -130,6 +130,14 @@ class HostSegment:
         """With the fp32 totals, where there are any."""
         return self.nbytes + sum(bucket.total.nbytes for bucket in self.buckets if bucket.total is not None)
 
+    def buckets_of_params(self) -> dict[int, list[HostBucket]]:
+        """By parameter, in the order of the line."""
+        found: dict[int, list[HostBucket]] = {}
+        for bucket in self.buckets:
+            for param in bucket.params:
+                found.setdefault(param, []).append(bucket)
+        return found
+
     def have(self, device: Device, states: Iterable[str]) -> None:
         """Make room for moments that are not there yet: zeros."""
         for state in states:
@@ -157,8 +165,13 @@ class HostSegment:
         parts = []
         for part in self._parts.get(param, ()):
             flat = self.arenas[state][part.place : part.place + part.numel]
-            parts.append((part.start, torch.from_numpy(flat.numpy()) if type(flat) is torch.Tensor else flat))
+            parts.append((part.start, torch.from_numpy(flat.numpy()) if _has_data(flat) else flat))
         return parts
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    """In a dry run the host's memory is on the meta device, or fake."""
+    return type(tensor) is torch.Tensor and not tensor.is_meta
 
 
 @dataclass

@@ -14,6 +14,7 @@ from zofftk.engine import Engine
 from zofftk.host_state import HostBucket
 from zofftk.managed import Managed, Update
 from zofftk.policies import Delayed, Policy, kept_params, make_policy, take_kept
+from zofftk.ranks.one import FLUSH, SWITCH
 
 logger = logging.getLogger("zofftk")
 
@@ -21,6 +22,8 @@ logger = logging.getLogger("zofftk")
 def flush(engine: Engine) -> None:
     """Send what is late to the parameters now."""
     engine.land_all()
+    if engine.ranks.size > 1 and engine.policy.kept:
+        engine.meet(FLUSH)
     late = [engine.managed[index] for index in kept_params(engine.policy)]
     for managed in late:
         if managed.is_loaded:
@@ -31,6 +34,8 @@ def flush(engine: Engine) -> None:
 
 def switch(engine: Engine, update: str, delay_after: int) -> None:
     """Another policy from the next step on; what is late is sent."""
+    if engine.ranks.size > 1:
+        engine.meet(SWITCH)
     if update == "delayed":
         for segment in engine.segments:
             segment.have_spares(engine.device)

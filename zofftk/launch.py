@@ -27,7 +27,6 @@ class Launch:
     process_group: Any = None  # the ranks with other slices of the batch; None: the optimizer sees by itself
     mesh: Any = None  # the ranks with other slices of the parameters
     timeout_s: float | None = None
-    can_save = True
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """What `work` gives on each rank; what it raises on one is raised on all."""

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from zofftk.errors import InputError, RankError
+from zofftk.errors import InputError, RankError, RankGoneError
 from zofftk.launch import Launch
+from zofftk.ranks.patience import GRACE_S, within
+from zofftk.ranks.reasons import named_reason, short_reason
 from zofftk.ranks.watch import INTERVAL_S, Watch
-from zofftk.sharding.joint_work import JointWork, SomeRankError, talking
+from zofftk.sharding.joint_work import JointWork, talking
 
 T = TypeVar("T")
 _dist: Any = dist  # stores are not marked as exported
@@ -34,21 +36,22 @@ class LaunchedRanks(Launch):
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self.data_rank, self.timeout_s = rank // tp, timeout_s
-        self.can_save = tp == 1
         self._holds_store = False
         self._meet(device)
 
     def _meet(self, device: str) -> None:
         timeout = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
+        self._limit_s = (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds() + GRACE_S
         backend = "gloo" if device == "cpu" or not torch.cuda.is_available() else "cpu:gloo,cuda:nccl"
         if "nccl" in backend and self.local_rank < torch.cuda.device_count():
             torch.cuda.set_device(self.local_rank)
-        store = self._open_store(timeout)
+        store = within(self._limit_s, lambda: self._open_store(timeout))
         # Signs of life come first: also who does not get through the start has to be named.
         self._watch = Watch(dist.distributed_c10d.PrefixStore("zofftk", store), self.rank, range(self.size))
         with self.at("the start"), talking():
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-            self._talk = JointWork.of(None, PURPOSE)
+            of = {"store": store, "rank": self.rank, "world_size": self.size, "timeout": timeout}
+            within(self._limit_s, lambda: dist.init_process_group(backend, **of))
+            self._talk = JointWork.of(None, PURPOSE, has_signs=False)
 
     def _open_store(self, timeout: timedelta | None) -> Any:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -60,21 +63,19 @@ class LaunchedRanks(Launch):
             limit_s = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
             return _dist.TCPStore(address, int(port), self.size, self._holds_store, limit_s, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise RankError(
-                f"rank {self.rank} cannot reach rank 0, or the launcher, at {address}:{port} ({reason})"
-            ) from error
+            where = f"rank 0, or the launcher, at {address}:{port}"
+            raise RankError(f"rank {self.rank} cannot reach {where} ({short_reason(error)})") from error
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        self._watch.at = place
+        self._watch.begin(place)
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, RankError) and not isinstance(error, SomeRankError):
+            if isinstance(error, RankError) and not isinstance(error, RankGoneError):
                 if self._watch.verdict is None:
                     raise
-            elif not (isinstance(error, SomeRankError | dist.DistError) or _is_from_gloo(error)):
+            elif not (isinstance(error, RankGoneError | dist.DistError) or _is_from_gloo(error)):
                 raise
             raise self._watch.blame(error.__cause__ or error) from error
 
@@ -89,12 +90,13 @@ class LaunchedRanks(Launch):
             try:
                 return talk()
             except Exception as error:
-                error.is_known_to_all = not isinstance(error, SomeRankError)  # type: ignore[attr-defined]
+                error.is_known_to_all = not isinstance(error, RankGoneError)  # type: ignore[attr-defined]
                 raise
 
     def build_meshes(self, device: torch.device) -> None:
         with self.at("the start"), talking():
-            mesh = init_device_mesh(device.type, (self.dp, self.tp), mesh_dim_names=("dp", "tp"))
+            shape, names = (self.dp, self.tp), ("dp", "tp")
+            mesh = within(self._limit_s, lambda: init_device_mesh(device.type, shape, mesh_dim_names=names))
         self.process_group = mesh["dp"].get_group()
         if self.tp > 1:
             self.mesh = mesh["tp"]
@@ -107,7 +109,8 @@ class LaunchedRanks(Launch):
         return word[0].item(), word[1].item() > 0
 
     def leave(self, error: BaseException) -> None:
-        self._watch.judge(str(error) if isinstance(error, RankError) else f"rank {self.rank} has ended, {error!r}")
+        own = f"rank {self.rank} has ended with {named_reason(error)}"
+        self._watch.judge(str(error) if isinstance(error, RankError) else own)
         if self._holds_store:
             time.sleep(1.2 * INTERVAL_S)  # until all have heard it
 

@@ -94,7 +94,7 @@ def build_layout(specs: Sequence[ParamSpec], bucket_bytes: int, num_ranks: int =
     for wire, itemsize in sorted({(spec.wire, spec.itemsize) for spec in specs}):
         own = [spec for spec in specs if spec.wire == wire]
         line.wire, line.itemsize = wire, itemsize
-        line.capacity = _shard_capacity(own, bucket_bytes // itemsize, num_ranks)
+        line.open(own, max(1, bucket_bytes // (itemsize * num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL)
         for spec in reversed(own):
             line.append(spec)
         line.close_bucket()
@@ -105,17 +105,6 @@ def build_layout(specs: Sequence[ParamSpec], bucket_bytes: int, num_ranks: int =
         sum(line.rank_blocks),
         tuple(line.rank_blocks),
     )
-
-
-def _shard_capacity(specs: Sequence[ParamSpec], bucket_numel: int, num_ranks: int) -> int:
-    """Elements of a shard: whole blocks. Over several ranks, all shards hold about as much."""
-    capacity = max(1, bucket_numel // (num_ranks * BLOCK_NUMEL)) * BLOCK_NUMEL
-    if num_ranks == 1:
-        return capacity
-    numel = sum(_round_up(spec.numel, ALIGN_NUMEL) for spec in specs)
-    num_shards = max(1, -(-numel // (capacity * num_ranks))) * num_ranks
-    # A shard ends with a whole block or a parameter, so it may hold up to one block less than it could.
-    return min(capacity, _round_up(-(-numel // num_shards), BLOCK_NUMEL) + BLOCK_NUMEL)
 
 
 def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
@@ -129,12 +118,30 @@ class _Line:
 
     def __init__(self, num_ranks: int) -> None:
         self.wire, self.itemsize = "", 1
-        self.capacity = BLOCK_NUMEL  # of a shard
+        self.largest = self.capacity = BLOCK_NUMEL  # of a shard: the most, and that of the open bucket
+        self.to_come = 0  # elements that no closed bucket holds
         self.buckets: list[Bucket] = []
         self.arena_numel = 0
         self.rank_blocks = [0] * num_ranks
         self._filled: list[list[Piece]] = []  # the shards of the open bucket
         self._open_shard()
+
+    def open(self, specs: Sequence[ParamSpec], largest: int) -> None:
+        """Begin with what has a wire dtype, in shards of at most `largest` elements."""
+        self.largest = largest
+        self.to_come = sum(_round_up(spec.numel, ALIGN_NUMEL) for spec in specs)
+        self._choose_capacity()
+
+    def _choose_capacity(self) -> None:
+        """Elements of a shard: whole blocks. Over several ranks, what is to come is spread over the shards it needs,
+        so that all ranks hold about as much."""
+        num_ranks = len(self.rank_blocks)
+        self.capacity = self.largest
+        if num_ranks > 1:
+            num_buckets = max(1, -(-self.to_come // (self.largest * num_ranks)))
+            even = _round_up(-(-self.to_come // (num_buckets * num_ranks)), BLOCK_NUMEL)
+            # A shard ends with a whole block or a parameter, so it may hold up to one block less than it could.
+            self.capacity = min(self.largest, even + (BLOCK_NUMEL if num_buckets == 1 else 0))
 
     def _open_shard(self) -> None:
         self.pieces: list[Piece] = []
@@ -191,7 +198,9 @@ class _Line:
             block += num_blocks
         self.buckets.append(Bucket(self.wire, self.itemsize, tuple(made), numel * len(made), block, tuple(pieces)))
         self.arena_numel = _round_up(self.arena_numel + numel, ALIGN_NUMEL)
+        self.to_come -= sum(_round_up(piece.numel, ALIGN_NUMEL) for piece in pieces)
         self._filled = []
+        self._choose_capacity()
 
 
 def _param_blocks(buckets: Sequence[Bucket]) -> dict[int, tuple[int, int]]:

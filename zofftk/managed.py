@@ -32,7 +32,8 @@ class Managed:
     buckets: list[HostBucket]
     gathered: Gathered = Gathered.NOTHING
     elsewhere: bool = False  # only other ranks have a gradient for the coming update
-    round: int = -1  # the round its last gradient came in
+    round: int = -1  # of the ranks, the one its last gradient leaves in
+    dropped: int = 0  # rounds that may hold a gradient of it which was dropped since all ranks did that together
     step: int = 0  # updates it has had
     filled: set[str] = field(default_factory=set)  # moments that hold something
     square_sum: float = 0.0  # of the gradient the last norm was taken of, unscaled
@@ -70,6 +71,12 @@ class Managed:
         """Of the gathered gradient as it stands now: zeroed or scaled since its statistics were taken."""
         bucket = self.buckets[0]
         return 0.0 if self.index in bucket.zero else self.square_sum * bucket.scale.get(self.index, 1.0) ** 2
+
+    def scale_gathered(self, factor: float) -> None:
+        """Of the gathered gradient, what is there: true zeros stay."""
+        for bucket in self.buckets:
+            if self.index not in bucket.zero:
+                bucket.scale[self.index] = bucket.scale.get(self.index, 1.0) * factor
 
     def note(self) -> None:
         """The tensor is as the host's states say."""

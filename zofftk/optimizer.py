@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -22,14 +22,17 @@ from zofftk.errors import StoppedError
 from zofftk.gradient_access import GradientAccess
 from zofftk.loss_scale import ScaleKeeper
 from zofftk.mapped import FileMappings
+from zofftk.memory_needs import warn_if_short
 from zofftk.ownership import close_others
 from zofftk.policies import kept_params
+from zofftk.ranks import unlike
 from zofftk.ranks.opening import check_later, check_ranks, open_ranks, open_tensor_parallel
 from zofftk.replaced import Replacements
 from zofftk.reporting import Reporting
 from zofftk.rules.base import Hyper, Rule
 from zofftk.stand_ins import StandIns
-from zofftk.state_dict import entries_of_others, groups_to_load, match_states, on_host
+from zofftk.state_dict import blank_state, entries_of_others, groups_to_load, match_states, on_host
+from zofftk.unfrozen import norm_check
 from zofftk.validation import check_memory, check_param, parameter_name
 
 
@@ -61,18 +64,31 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         self._replacements = Replacements(self._managed)
         self._steps = 0
         self._scale = ScaleKeeper(merged.loss_scale)
+        self.rank_timeout_s = merged.rank_timeout_s  # counts also where ranks save and load
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self.overlaps: set[object] = set()  # see `offload`
         params = self._all_params()
         check_ranks(merged, params)
         device = merged.device or device_for(params, merged)
-        self._engine = Engine(merged, device, self.rule, open_ranks(merged, device, params))
-        self._engine.tensor_parallel = open_tensor_parallel(merged, device, params)
-        self._stand_ins = StandIns(self._engine)
-        self._engine.loss_scale = self._scale.value
-        self._manage([param for param in self._all_params() if param.requires_grad])
-        weakref.finalize(self, lateness.warn_if_kept, self._engine.policies, os.getpid())
+        with ExitStack() as opened:  # where ranks differ, or one is gone, nothing goes on here
+            opened.callback(device.close)
+            ranks = open_ranks(merged, device, params, type(self).__name__)
+            opened.callback(ranks.close)
+            ranks.check_norm = norm_check(self)
+            if (tensor_parallel := open_tensor_parallel(merged, device, params, type(self).__name__)) is not None:
+                opened.callback(tensor_parallel.close)
+            engine = self._engine = Engine(merged, device, self.rule, ranks)
+            engine.tensor_parallel = tensor_parallel
+            engine.loss_scale = self._scale.value
+            self._stand_ins = StandIns(engine)
+            opened.callback(self.close)
+            trained = [param for param in params if param.requires_grad]
+            if ranks.rank == 0:
+                warn_if_short(trained, merged, len(self._states_of(trained)), ranks=ranks.size)
+            self._manage(trained)
+            opened.pop_all()
+        weakref.finalize(self, lateness.warn_if_kept, engine.policies, os.getpid())
 
     # -- parameters --------------------------------------------------------------------------------------------
 
@@ -168,6 +184,8 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         self.last_step_skipped = not math.isfinite(norm)
         if self.last_step_skipped:
             self._scale.after_skip(norm, gradients.not_finite(engine), stacklevel=6)  # the line that called step()
+            for index in unlike.share_kept(engine):
+                self._stand_ins.put(index)
         else:
             self._scale.after_step()
             states.publish_all(engine, self.rule, self.state)
@@ -323,7 +341,11 @@ class OffloadOptimizer(GradientAccess, Reporting, torch.optim.Optimizer):
         for managed in engine.managed:
             managed.segment.have(engine.device, self._states_of([managed.tensor]))
             states.publish(engine, self.rule, self.state, managed, all_of=True)
-        return self.state_dict()
+        saved = self.state_dict()
+        for number, param in enumerate(self._all_params()):
+            if id(param) not in self._managed:  # frozen: whole, as `load_state_dict` keeps it for when it is trained
+                saved["state"].setdefault(number, blank_state(param, self._states_of([param])))
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and states; nothing changes unless all of it fits. Moments keep their fp32 bits.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zofftk.optimizer import OffloadOptimizer
+from zofftk.ranks.ddp import leave_gradients, take_gradients_back
 
 logger = logging.getLogger("zofftk")
 
@@ -34,7 +35,8 @@ def offload(model: nn.Module, optimizer: OffloadOptimizer) -> ForwardOverlap:
     Hand over what is called: of a model that was compiled, `torch.compile`'s result, which then waits as a whole where
     it is entered, as does a compiled submodule. A module compiled in place (`module.compile()`) ignores hooks added
     later; a model that holds one is left as it is, which is logged once. Several models may be handed over, and one
-    more than once.
+    more than once. A `DistributedDataParallel` leaves its gradients to the optimizer, which averages them over ranks;
+    it has to be handed over. As inside of its `no_sync()`, it does not broadcast buffers either.
 
     Args:
         model: the root, whose forward is called.
@@ -45,7 +47,8 @@ def offload(model: nn.Module, optimizer: OffloadOptimizer) -> ForwardOverlap:
 
     Raises:
         TypeError: not a module, or not one of this package's optimizers.
-        ValueError: the optimizer holds none of the model's parameters.
+        ValueError: the optimizer holds none of the model's parameters; a `DistributedDataParallel` is over other ranks
+            than the optimizer, or has `static_graph`.
         RuntimeError: the optimizer is closed.
 
     Source: ZeRO-Offload, figure 3 (the parameters' way up), moved behind the forward that reads them.
@@ -54,17 +57,23 @@ def offload(model: nn.Module, optimizer: OffloadOptimizer) -> ForwardOverlap:
         raise TypeError(f"offload expects a torch module, got {type(model).__name__}")
     if not isinstance(optimizer, OffloadOptimizer):
         raise TypeError(f"offload expects one of zofftk's optimizers, got {type(optimizer).__name__}")
-    optimizer._require_engine()
+    engine = optimizer._require_engine()
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if not any(id(param) in known for param in model.parameters()):
         raise ValueError("offload expects a model and its optimizer; this one holds none of the model's parameters")
-    return ForwardOverlap(model, optimizer)
+    return ForwardOverlap(model, optimizer, leave_gradients(model, engine.ranks.members))
 
 
 class ForwardOverlap:
-    """The hooks on a model, and which of its parameters a module waits for."""
+    """The hooks on a model, and which of its parameters a module waits for.
 
-    def __init__(self, model: nn.Module, optimizer: OffloadOptimizer) -> None:
+    `sending` are those in it that send no gradients any more, until it is removed.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: OffloadOptimizer, sending: Sequence[nn.parallel.DistributedDataParallel]
+    ) -> None:
+        self._sending = sending
         self._optimizer = weakref.ref(optimizer)  # the model does not keep it alive
         self._params = [*model.parameters()]
         self._units = dict(_units(model))
@@ -102,6 +111,7 @@ class ForwardOverlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        take_gradients_back(self._sending)
         if (optimizer := self._optimizer()) is not None:
             optimizer.overlaps.discard(self)
             optimizer.land(self._params)

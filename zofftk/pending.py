@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 Land = Callable[[], None]
@@ -52,7 +53,8 @@ _LAND = "_zofftk_land"
 def mark(tensor: torch.Tensor, land: Land) -> bool:
     """Have `land` called before the next read of `tensor`; it calls `unmark`. False: this class cannot be watched."""
     cls: Any = type(tensor)
-    if cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+    is_plain = cls.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    if not is_plain and not issubclass(cls, FakeTensor):
         return False  # a wrapper: what it wraps can be read past it
     try:
         setattr(tensor, _LAND, land)

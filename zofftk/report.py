@@ -22,7 +22,7 @@ class StepReport:
     num_params: int
     device_bytes: int  # of the parameters
     staging_bytes: int
-    host_bytes: int
+    host_bytes: int  # of the states, the wires, the statistics and, where there are any, the fp32 totals
     steps: int
     bytes_down: int
     bytes_up: int
@@ -40,7 +40,7 @@ def report_of(engine: Engine, steps: int) -> StepReport:
         num_params=sum(tensor.numel() for tensor in tensors),
         device_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors),
         staging_bytes=engine.ring.nbytes,
-        host_bytes=engine.host_bytes,
+        host_bytes=sum(segment.host_bytes for segment in engine.segments),
         steps=steps,
         bytes_down=engine.device.bytes_down,
         bytes_up=engine.device.bytes_up,

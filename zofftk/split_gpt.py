@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
-from zofftk.gpt import GPT, build_gpt, mean_loss
-from zofftk.gpt_config import GPTConfig
+from zofftk.gpt import GPT, mean_loss
 
 
 class SplitGPT(GPT):
@@ -44,11 +42,8 @@ def _partial(embedding: nn.Embedding) -> Tensor:
     return weight.to_local(grad_placements=[Partial()])
 
 
-def build_split_gpt(
-    config: GPTConfig, mesh: DeviceMesh, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> SplitGPT:
-    """The model that `build_gpt` makes of this seed, cut over the ranks of `mesh`, which has one dimension."""
-    model = build_gpt(config, seed=seed, dtype=dtype, device=device, kind=SplitGPT)
+def split(model: SplitGPT, mesh: DeviceMesh) -> SplitGPT:
+    """Cut the model, which has the same values on all ranks, over those of `mesh`, which has one dimension."""
     model.mesh = mesh
     for embedding in (model.tokens, model.positions):
         whole = DTensor.from_local(embedding.weight.detach(), mesh, [Replicate()], run_check=False)
@@ -62,6 +57,6 @@ def build_split_gpt(
         "mlp.out": RowwiseParallel(output_layouts=Shard(1)),
     }
     for block in model.blocks:
-        parallelize_module(block, mesh, plan, src_data_rank=None)  # all have made the same values
+        parallelize_module(block, mesh, plan, src_data_rank=None)  # all have the same values
     parallelize_module(model.norm, mesh, SequenceParallel(), src_data_rank=None)
     return model

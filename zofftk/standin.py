@@ -85,6 +85,12 @@ class StandIn(torch.Tensor):
     def refuse(self, func: Any) -> StandInError:
         owner = self.owner()
         name = "a parameter" if owner is None or self.index < 0 else owner.name(self.index)
+        if func in _READS_OF_DDP and torch._C._current_graph_task_id() >= 0:
+            return StandInError(
+                f"{func} reads the gradient of {name} inside backward, as DistributedDataParallel does to average it "
+                "over ranks, which this optimizer does itself: hand the model over, with "
+                "zofftk.offload(model, optimizer), or train the module inside of it"
+            )
         return StandInError(
             f"{func} needs the values of the gradient of {name}, which have left for the host. Its p.grad answers "
             "norm (L2), mul_ and div_ by a number, add_, zero_, and the non-finite check of a GradScaler; "
@@ -138,6 +144,10 @@ class StandIn(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor | None:
         """Of a model that is copied between backward and the next: the gradient itself, or None where it was used."""
         return self.ask().copied_gradient(self.index)
+
+
+# By which its reducer, or its communication hook, begins.
+_READS_OF_DDP = (aten.mul.out, aten.div.out, aten.copy_.default)
 
 
 def _number(func: Any, stand_in: StandIn, factor: Any) -> float:

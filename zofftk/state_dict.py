@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ def entries_of_others(rule: Rule, saved: dict[str, Any]) -> dict[str, Any]:
     """What in a parameter's state is not this package's: it is kept, and saved again."""
     own = {"step", MASTER, *rule.states}
     return {key: value for key, value in saved.items() if key not in own}
+
+
+def blank_state(param: torch.Tensor, moments: Sequence[str]) -> dict[str, Any]:
+    """To read a saved state into. Its memory is taken when it is written to, if it is."""
+    names = (*moments, MASTER)
+    return {"step": torch.zeros((), dtype=torch.float32)} | {
+        name: torch.empty(param.shape, dtype=torch.float32) for name in names
+    }
 
 
 def on_host(saved: dict[str, Any]) -> dict[str, Any]:

@@ -27,30 +27,32 @@ def publish(engine: Engine, rule: Rule, shown: Shown, managed: Managed, *, all_o
         own = {"step", MASTER, *rule.states}
         others = {} if state is None else {key: value for key, value in state.items() if key not in own}
         state = HostViews(managed.index, finisher(engine), step=torch.zeros((), dtype=torch.float32))
-        _show(rule, state, managed, managed.filled)
+        _show(engine, rule, state, managed, managed.filled)
         for key, value in others.items():
             state[key] = value
         shown[managed.tensor] = state
-    _show(rule, state, managed, managed.segment.arenas.keys() if all_of else managed.filled)
+    _show(engine, rule, state, managed, managed.segment.arenas.keys() if all_of else managed.filled)
     state.count(managed.step)
 
 
-def _show(rule: Rule, state: HostViews, managed: Managed, names: Collection[str]) -> None:
+def _show(engine: Engine, rule: Rule, state: HostViews, managed: Managed, names: Collection[str]) -> None:
     for name in (*rule.states, MASTER):
         if (name == MASTER or name in names) and not state.shows(name):
-            state.show(name, shown_state(managed, name))
+            state.show(name, shown_state(managed, name, engine.config.rank_timeout_s))
 
 
-def shown_state(managed: Managed, name: str) -> torch.Tensor:
+def shown_state(managed: Managed, name: str, timeout_s: float | None = None) -> torch.Tensor:
     """A state in the shape of the parameter, as a view of the host's memory; over ranks, a `ShardedState`."""
     parts, within = managed.segment.parts(name, managed.index), slice_box(managed.tensor)
     if managed.segment.num_ranks == 1 and within is None:
         ((_, flat),) = parts
         return flat.view(managed.local.shape)
+    if any(part.is_meta for _, part in parts):
+        return torch.empty(managed.shape, dtype=torch.float32, device="meta")  # a dry run has none to share
     from zofftk.sharding.state import ShardedState  # torch's checkpoints take long to import
 
-    is_copy = managed.is_copy
-    return ShardedState(managed.shape, torch.float32, parts, within=within, is_copy=is_copy)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"within": within, "is_copy": managed.is_copy, "timeout_s": timeout_s}
+    return ShardedState(managed.shape, torch.float32, parts, **options)
 
 
 def publish_all(engine: Engine, rule: Rule, shown: Shown) -> None:

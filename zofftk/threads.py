@@ -122,7 +122,7 @@ def _whole_number(name: str, default: int) -> int:
     return int(value) if value.isdecimal() and value.isascii() and len(value) <= 6 else default
 
 
-def _local_world_size() -> int:
+def ranks_on_host() -> int:
     return max(1, _whole_number("LOCAL_WORLD_SIZE", 1))
 
 
@@ -144,7 +144,7 @@ def rank_share(*, ask_cuda: bool, root: Path = SYS) -> RankShare:
     launcher that shows every rank its own, it knows nothing of the others', and the cores are split without regard to
     any.
     """
-    ranks = _local_world_size()
+    ranks = ranks_on_host()
     rank = _whole_number("LOCAL_RANK", 0 if ranks == 1 else -1)
     ids = _pci_ids() if ask_cuda else []
     nodes = [gpu_node(pci_id, root) for pci_id in ids]
@@ -180,7 +180,7 @@ def usable_threads() -> int:
             stacklevel=2,
         )
     # A process without CUDA, or alone on its host, need not load CuPy.
-    share = rank_share(ask_cuda=_local_world_size() > 1 and _cuda_in_use())
+    share = rank_share(ask_cuda=ranks_on_host() > 1 and _cuda_in_use())
     if share.split:
         from zofftk import _cpu_adam
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -24,14 +24,17 @@ from zofftk.interrupt import stop_on_interrupt
 from zofftk.launch import Launch
 from zofftk.loss_curve import draw_loss_curve
 from zofftk.outputs import RESULTS, Outputs
+from zofftk.plan.training import predict
+from zofftk.process_memory import forget_peak, peak_bytes, resident_bytes
 from zofftk.progress import open_progress
 from zofftk.run_record import describe_run, write_record
-from zofftk.summary import print_summary
+from zofftk.summary import Sharing, print_summary
 from zofftk.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from zofftk import OffloadAdamW
 
+G = TypeVar("G", bound=GPT)
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 WARMUP_STEPS = 20
 FINAL_LR_FRACTION = 0.1
@@ -68,17 +71,23 @@ def train(
     """Runs `config` to its last step, from the first one or from where `resume` was saved; returns the exit code."""
     ranks = ranks or Launch()
     console = Console(quiet=ranks.rank != 0) if console is None else console
-    training = prepare(config, resume, ranks)
+    device = ranks.here(lambda: check_run(config, resume, ranks))
+    prediction = ranks.first(lambda: predict(config, dp=ranks.dp, tp=ranks.tp, ranks_here=ranks.local_size))
+    before_bytes = resident_bytes() if forget_peak() else None
+    training = prepare(config, resume, device, ranks)
     record = describe_run(asdict(config), resumed_at=training.step if resume else None, **ranks.describe())
+    record["prediction"] = prediction and asdict(prediction)
     ranks.first(lambda: outputs.folder.mkdir(parents=True, exist_ok=True))
     failures = []
     with ranks.closing(training.optimizer):
         interrupted = run_steps(training, outputs, console)
-        wanted = ranks.can_save and (interrupted or outputs.save is not None or outputs.save_every is not None)
+        record["memory"] = {"before_bytes": before_bytes, "peak_bytes": peak_bytes(), "device_bytes": taken_of(device)}
+        wanted = interrupted or outputs.save is not None or outputs.save_every is not None
         saved = wanted and try_to(failures, save_run, outputs.checkpoint, training)
         written = ranks.first(lambda: write_results(training, outputs, record, failures))
         if not interrupted:
-            print_summary(console, training.optimizer.report(), training.samples)
+            report, whole = training.optimizer.report(), config.model.num_params
+            print_summary(console, report, training.samples, Sharing(whole, ranks.dp, ranks.tp), prediction)
     if written:
         say(console, f"Written to {outputs.folder}: {', '.join(written)} (timeline.json opens in ui.perfetto.dev)")
     if interrupted:
@@ -88,6 +97,11 @@ def train(
             say(console, f"  {program} train --resume {shlex.quote(str(outputs.checkpoint))}")
     ranks.first(lambda: raise_all(failures))
     return INTERRUPTED if interrupted else 0
+
+
+def taken_of(device: torch.device) -> int | None:
+    """Of a GPU, at most."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def raise_all(failures: list[OSError]) -> None:
@@ -111,10 +125,8 @@ def say(console: Console, line: str) -> None:
     console.print(encodable, soft_wrap=True, highlight=False, markup=False)
 
 
-def prepare(config: TrainConfig, resume: Checkpoint | None, ranks: Launch | None = None) -> Training:
+def prepare(config: TrainConfig, resume: Checkpoint | None, device: torch.device, ranks: Launch) -> Training:
     """Text, model and optimizer of the run, brought to where `resume` was saved."""
-    ranks = ranks or Launch()
-    device = ranks.here(lambda: check_run(config, resume, ranks))
     corpus = load_text(config, resume, ranks)
     ranks.build_meshes(device)
     model = ranks.here(lambda: build_model(config, resume, device, ranks))
@@ -141,7 +153,9 @@ def prepare(config: TrainConfig, resume: Checkpoint | None, ranks: Launch | None
 def check_run(config: TrainConfig, resume: Checkpoint | None, ranks: Launch) -> torch.device:
     """All that can be refused before text and model are there."""
     device = choose_device(config.device, ranks)
-    if resume and resume.step >= config.steps:
+    if resume and resume.step == config.steps:
+        raise InputError(f"--resume: the run is complete, with {resume.step} steps: to train on, give a larger --steps")
+    if resume and resume.step > config.steps:
         raise InputError(f"--steps: expected more than the {resume.step} of the checkpoint, got {config.steps}")
     if config.batch_size % ranks.dp:
         raise InputError(
@@ -175,12 +189,16 @@ def load_text(config: TrainConfig, resume: Checkpoint | None, ranks: Launch) -> 
 
 
 def build_model(config: TrainConfig, resume: Checkpoint | None, device: torch.device, ranks: Launch) -> GPT:
-    kind: dict[str, Any] = {"seed": config.seed, "dtype": TORCH_DTYPES[config.dtype], "device": device}
-    if ranks.tp > 1:
-        from zofftk.split_gpt import build_split_gpt
+    if ranks.tp == 1:
+        return build_whole(GPT, config, resume, device)
+    from zofftk.split_gpt import SplitGPT, split
 
-        return build_split_gpt(config.model, ranks.mesh, **kind)
-    model = build_gpt(config.model, **kind)
+    # Cut when it has its values: those in a file of one rank are whole.
+    return split(build_whole(SplitGPT, config, resume, device), ranks.mesh)
+
+
+def build_whole(kind: type[G], config: TrainConfig, resume: Checkpoint | None, device: torch.device) -> G:
+    model = build_gpt(config.model, seed=config.seed, dtype=TORCH_DTYPES[config.dtype], device=device, kind=kind)
     if resume:
         resume.check_model(config.model, model)
         resume.load_model(model)

@@ -2,7 +2,9 @@
 
 `prepare`, `accumulate`, `clip_grad_norm_`, `save_state` and `load_state` work as with `torch.optim.AdamW`. The model is
 on its device before the optimizer is built, and a saved state is loaded after `prepare`: `prepare` takes the
-optimizer's state through the device and back, which costs nothing while it is empty.
+optimizer's state through the device and back, which costs nothing while it is empty. Over ranks, `prepare` also puts
+DistributedDataParallel around the model: hand that over, with `zofftk.offload(model, optimizer)`, to the optimizer,
+which averages the gradients itself.
 """
 
 from __future__ import annotations

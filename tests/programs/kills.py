@@ -136,10 +136,10 @@ class Killer:
 
     def _kill_once(self, name: str, folder: Path) -> float:
         """The run goes on in `folder` until it is killed; how long after its start."""
-        before = self.new_folder()
+        before, within_s = self.new_folder(), self.ends[name][1]
         for _ in range(TRIES):
             shutil.copytree(folder, before, dirs_exist_ok=True)
-            after_s = self.random.uniform(0.0, self.ends[name][1])
+            after_s = self.random.uniform(0.0, within_s)
             victim = Fork(go_on(RUNS[name]), folder)
             time.sleep(after_s)
             if not victim.is_over():
@@ -147,7 +147,8 @@ class Killer:
                 shutil.rmtree(before)
                 return after_s
             victim.result()
-            shutil.rmtree(folder)  # it was over before
+            within_s = min(within_s, victim.seconds)  # it was over before: little was left of it
+            shutil.rmtree(folder)
             before.rename(folder)
         raise RuntimeError(f"{name} was over {TRIES} times before it could be killed")
 

@@ -5,16 +5,11 @@ Each in a fork, which has the imports.
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 
 import zofftk
-
-
-def resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+from zofftk.process_memory import forget_peak, peak_bytes, resident_bytes
 
 
 def build(count: int, numel: int):
@@ -32,8 +27,8 @@ def main(path: str, what: str, count: int, numel: int) -> None:
     else:
         zofftk.save(path + ".warm", {"state": opt.state_dict()})  # what is imported for it
         zofftk.load(path + ".warm")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = resident("VmRSS")
+    assert forget_peak()
+    before = resident_bytes()
     if what == "save":
         zofftk.save(path, {"model": params.state_dict(), "optimizer": opt.state_dict()})
     else:
@@ -41,7 +36,7 @@ def main(path: str, what: str, count: int, numel: int) -> None:
         opt.load_state_dict(content["optimizer"])
         params.load_state_dict(content["model"])
         assert {state["exp_avg"].device.type for state in opt.state.values()} == {"cpu"}
-    print((resident("VmHWM") - before) / (count * numel))
+    print((peak_bytes() - before) / (count * numel))
 
 
 def in_a_fork(*arguments) -> None:

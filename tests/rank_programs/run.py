@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
@@ -57,8 +58,9 @@ def run(program: Program, rank: int, folder: Path) -> str | None:
             runner.close()
     faults: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
-    found = sorted((fault for fault in faults if fault), key=lambda fault: "RankError" in fault)
-    return f"{found[0]}\n{program}" if found else None
+    # What came of another rank's fault, last.
+    found = sorted(filter(None, faults), key=lambda fault: any(word in fault for word in ("RankError", "Wait timeout")))
+    return "\n".join([*found, str(program)]) if found else None
 
 
 class Runner:
@@ -87,6 +89,7 @@ class Runner:
         self.unseen: set[int] = set()  # unfrozen, and not noticed yet
         self.updated: set[int] = set()  # parameters that have had a gradient at a step
         self.is_spent = self.is_spoilt = False
+        self.is_even = True  # the ranks have had the same backwards since they met
 
     @property
     def takes_part(self) -> bool:
@@ -144,6 +147,7 @@ class Runner:
             self.sharded.backward(gradients, args["data"] + self.rank)
         if self.alone is not None:
             self.alone.backward(merged_gradients(self.program, args, self.size, used, bad))
+        self.is_even &= all(micros == used[0] for micros in used[: self.size])
         for rank, micros in enumerate(used):
             brought = {self.weight_of[b] for blocks in micros for b in blocks}
             brought = {i for i in brought if self.position["trained"][i]}
@@ -152,9 +156,13 @@ class Runner:
 
     def step(self) -> None:
         for side in self.both:
-            side.opt.step()
-        self.is_spent, self.unseen, self.came = True, set(), [False] * 4
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "a step was skipped")  # the first time, and compared below
+                side.opt.step()
+        self.is_spent, self.unseen, self.came, self.is_even = True, set(), [False] * 4, True
         self.updated |= set().union(*self.present)
+        if self.is_spoilt:  # the step was skipped: what one rank has, the others have from here on
+            self.present = [set().union(*self.present) for _ in range(4)]
         if self.sharded is not None and self.alone is not None:
             ours, one = self.sharded.opt, self.alone.opt
             assert (ours.last_step_skipped, ours.loss_scale) == (one.last_step_skipped, one.loss_scale), "skipped"
@@ -171,6 +179,10 @@ class Runner:
         if len(set(self.came[: self.size])) == 2:
             self.step()  # gradients are not to be dropped before every rank has some
         self.came = [False] * 4
+        is_kept = self.is_spoilt or not self.is_spent  # by the ranks that have it
+        if is_kept and not (self.is_even and self.is_alike):
+            how = "opt"  # that of the model drops other gradients on each rank, which is refused
+        self.is_even = True
         for side in self.both:
             target = side.model if how.startswith("model") else side.opt
             target.zero_grad(set_to_none=not how.endswith("zeros"))

@@ -79,6 +79,14 @@ class Run:
     numel: int
 
 
+@dataclass(frozen=True)
+class Work:
+    """How much a host task does, for a machine that only takes its time."""
+
+    updates: int  # elements whose optimizer states it updates ...
+    nbytes: int  # ... or else what it reads and writes
+
+
 class Device(ABC):
     """One machine. `trace` holds what it did; `bytes_down` and `bytes_up` what crossed the link."""
 
@@ -150,12 +158,19 @@ class Device(ABC):
         self._copy_back(label, src, placement, tensors)
 
     def host_task(
-        self, label: str, task: Callable[[], None], *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+        self,
+        label: str,
+        task: Callable[[], None],
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+        updates: int = 0,
     ) -> None:
-        """On host: run `task`, which touches nothing but the buffers named."""
+        """On host: run `task`, which touches nothing but the buffers named; `updates` elements take their update."""
         self.check_going()
         self.clock.operation(HOST, label, [b.clock for b in reads], [b.clock for b in writes])
-        self._host_task(label, task)
+        nbytes = sum(buffer.nbytes for buffer in reads) + sum(buffer.nbytes for buffer in writes)
+        self._sized_host_task(label, task, Work(updates, nbytes))
 
     def open_comm(self) -> None:
         """Have the stream of collectives, which a machine of a single rank does without."""
@@ -178,7 +193,7 @@ class Device(ABC):
         self.check_going()
         reads = () if dst.clock is src.clock else (src.clock,)
         self.clock.operation(COMM, label, reads=reads, writes=(dst.clock,))
-        self._collective(label, lambda: operation(dst.tensor, src.tensor))
+        self._sized_collective(label, lambda: operation(dst.tensor, src.tensor), dst, src)
 
     # -- what the main thread looks at -------------------------------------------------------------------------
 
@@ -212,6 +227,15 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the streams, after what was enqueued on them; idempotent."""
+
+    # -- what a machine that has no data looks at as well -------------------------------------------------------
+
+    def _sized_host_task(self, label: str, task: Callable[[], None], work: Work) -> None:
+        """How long it takes, most machines learn by running it."""
+        self._host_task(label, task)
+
+    def _sized_collective(self, label: str, operation: Callable[[], None], dst: Buffer, src: Buffer) -> None:
+        self._collective(label, operation)
 
     # -- what a machine implements -----------------------------------------------------------------------------
 

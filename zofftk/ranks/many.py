@@ -12,11 +12,11 @@ Source: ZeRO-Offload, section 4.2; ZeRO, stage 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from zofftk import update as host_tasks
 from zofftk.device.base import COMM, COMPUTE, DOWN, HOST, UP, Buffer, Device, Event, Run
@@ -25,15 +25,22 @@ from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Gathered, Managed, Update
 from zofftk.ranks.collectives import all_gather, reduce_to_own
 from zofftk.ranks.group import RankGroup
-from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.norms import GRADIENT, NOTHING, ZEROS, NormExchange
-from zofftk.ranks.one import ADD, DROP, NORM, STEP
+from zofftk.ranks.one import ADD, DROP, FLUSH, NORM, STEP, SWITCH
 from zofftk.ranks.slices import slice_box
+from zofftk.ranks.virtual_group import VirtualGroup
 from zofftk.staging import Slot
 
 # What a rank tells the others before it goes on.
 ROUND = 1.0
-ALIKE = {NORM: "asks for a norm", STEP: "makes a step", ADD: "adds parameters", DROP: "drops its gradients"}
+ALIKE = {
+    NORM: "asks for a norm, or reads or scales a gradient",
+    STEP: "makes a step",
+    ADD: "adds parameters",
+    DROP: "drops its gradients",
+    FLUSH: "flushes what is late",
+    SWITCH: "switches its update",
+}
 NEWS = 0.5  # added to one of these: the rank has gradients whose norm is not known
 WORDS = (ROUND, *ALIKE, *(word + NEWS for word in ALIKE))
 
@@ -41,15 +48,21 @@ WORDS = (ROUND, *ALIKE, *(word + NEWS for word in ALIKE))
 class ManyRanks:
     """See the module."""
 
-    def __init__(self, device: Device, group: RankGroup, threads: int, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, device: Device, group: RankGroup | VirtualGroup, threads: int, reduce_dtype: torch.dtype | None = None
+    ) -> None:
         self._group = group
         self.size, self.rank = group.size, group.rank
-        self.has_news = True
+        self.members: Sequence[int] = group.members
+        self.has_news, self.rounds, self.met = True, 0, 0
+        self.check_norm: Callable[[], None] = lambda: None
         self._device, self._threads, self._reduce_dtype = device, threads, reduce_dtype
         self._ready: set[HostBucket] = set()  # full, and waiting for those before them
         self._next = 0  # the bucket that leaves next in this round
         self._buckets: list[HostBucket] = []  # all, in the order they leave in
         self._norms: NormExchange | None = None
+        self._updates_with: list[str] = []
+        self._settings = self._settings_told = 0.0
         # All there are, written once: a word that the host stream wrote would come after the updates there.
         self._known = device.buffer("words there are", len(WORDS), torch.float64, "host", on_link=True)
         device.touch("words there are", writes=[self._known])
@@ -62,8 +75,8 @@ class ManyRanks:
             (name, tuple(tensor.shape), str(tensor.dtype), f"slice {box}" if (box := slice_box(tensor)) else "whole")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        check_same(described, self._group.process_group)
-        take_firsts(tensors, self._group.process_group)
+        self._group.check_same(described, "joining of parameters")
+        self._group.take_firsts(tensors, "joining of parameters")
 
     # -- order -------------------------------------------------------------------------------------------------
 
@@ -83,6 +96,7 @@ class ManyRanks:
         if self._next or any(bucket.waiting for bucket in self._buckets):
             while self._next < len(self._buckets):
                 yield self._leave()
+            self.rounds += 1
         self._next = 0
 
     def round_of_others(self) -> Iterable[HostBucket]:
@@ -102,26 +116,35 @@ class ManyRanks:
     # -- words -------------------------------------------------------------------------------------------------
 
     def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
-        self._tell(does + (0.0 if knows_norm else NEWS))
+        if does == NORM:
+            self.check_norm()
+        knows_all = knows_norm and (does != STEP or self._settings == self._settings_told)
+        self._tell(does + (0.0 if knows_all else NEWS))
+        words = self._hear()
+        kinds = np.floor(words)
+        if (kinds == ROUND).any():
+            self.rounds += 1
+            return True
+        if (kinds != kinds[0]).any():
+            rank = int((kinds != kinds[0]).argmax())
+            first, other = (f"rank {self._named(r)} {ALIKE[float(kinds[r])]}" for r in (0, rank))
+            raise RankError(
+                f"the ranks have parted: {first} where {other}; every rank has to call clip_grad_norm_, "
+                "grad(), step(), flush(), switch_update() and add_param_group() alike, and zero_grad() after a "
+                "backward on every rank"
+            )
+        self.has_news, self.met = bool((words != kinds).any()), self.rounds
+        return False
+
+    def _hear(self) -> np.ndarray:
+        """What all ranks have told last."""
         device = self._device
         device.wait(
             DOWN, device.record(COMM), "words there: those of all ranks must be on the device before they leave it"
         )
         device.copy_down("down: words", self._words, self._words_dev, [Run(0, self.size)])
         device.synchronize(device.record(DOWN), "wait for ranks: all must say what comes next")
-        words = device.value("words", self._words)
-        kinds = np.floor(words)
-        if (kinds == ROUND).any():
-            return True
-        if (kinds != kinds[0]).any():
-            rank = int((kinds != kinds[0]).argmax())
-            first, other = ALIKE[float(kinds[0])], ALIKE[float(kinds[rank])]
-            raise RankError(
-                f"the ranks have parted: rank 0 {first} where rank {rank} {other}; every rank has to call "
-                "clip_grad_norm_, step() and add_param_group() alike, and zero_grad() after a backward on every rank"
-            )
-        self.has_news = bool((words != kinds).any())
-        return False
+        return device.value("words", self._words)
 
     def _tell(self, word: float) -> None:
         device, own = self._device, self._words_dev.part(self.rank, 1)
@@ -184,14 +207,18 @@ class ManyRanks:
     def take_norms(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer) -> None:
         if self._norms is None or not self._norms.fits(segments, len(managed)):
             self._norms = NormExchange(self._device, self._group, segments, len(managed))
-        self._norms.run(segments, managed, norms)
+        self._norms.run(segments, managed, norms, self._settings)
+        self._settings_told = self._settings
 
     def settle(self, managed: Sequence[Managed], *, at_step: bool) -> None:
-        assert self._norms is not None
-        by_rank = self._norms.presence()
-        if not at_step:
+        by_rank, dropped = self._presence(managed)
+        self._check_dropped(managed, dropped)
+        if at_step:
+            self._check_settings()
+        else:
             self._check_alike(managed, by_rank)
         for one, presence in zip(managed, by_rank.max(axis=0), strict=True):
+            one.dropped = 0 if at_step else one.dropped
             one.elsewhere = presence != NOTHING and one.gathered is not Gathered.LIVE
             for bucket in one.buckets:
                 if presence == GRADIENT:
@@ -201,10 +228,37 @@ class ManyRanks:
                 if presence == ZEROS:
                     bucket.zero.add(one.index)
 
+    def _presence(self, managed: Sequence[Managed]) -> tuple[np.ndarray, np.ndarray]:
+        """What each rank (rows) has of each parameter, and has dropped."""
+        assert self._norms is not None
+        return self._norms.presence()
+
+    def update_with(self, hypers: Iterable[object]) -> None:
+        distinct = {id(hyper): hyper for hyper in hypers}.values()  # a few, of many parameters
+        self._updates_with = list(dict.fromkeys(map(str, distinct)))
+        self._settings = float(zlib.crc32("\n".join(self._updates_with).encode()))
+
+    def _check_settings(self) -> None:
+        """Each rank updates a part of every parameter: with another learning rate, say, the parts would not fit."""
+        assert self._norms is not None
+        if len(set(self._norms.settings())) > 1:
+            self._group.check_same(self._updates_with, "comparison of settings", "update with other settings")
+
+    def _check_dropped(self, managed: Sequence[Managed], dropped: np.ndarray) -> None:
+        """A gradient is summed over ranks on its way: who drops it alone has dropped that of the others too."""
+        for index in np.flatnonzero((dropped != dropped[0]).any(axis=0)):
+            has, lacks = self._named(int(dropped[:, index].argmax())), self._named(int(dropped[:, index].argmin()))
+            raise RankError(
+                f"rank {has} has dropped a gradient of {managed[int(index)].name} that rank {lacks} has kept, or not "
+                "had: every rank has to call zero_grad() and set_grad() alike, and the optimizer's zero_grad() where "
+                "their backwards differ"
+            )
+
     def _check_alike(self, managed: Sequence[Managed], by_rank: np.ndarray) -> None:
         """Who asks for norms, as `clip_grad_norm_` does, asks only for those of gradients it sees."""
         for index in np.flatnonzero((by_rank == NOTHING).any(axis=0) & (by_rank != NOTHING).any(axis=0)):
-            has, lacks = int((by_rank[:, index] != NOTHING).argmax()), int((by_rank[:, index] == NOTHING).argmax())
+            nothing = by_rank[:, index] == NOTHING
+            has, lacks = self._named(int(nothing.argmin())), self._named(int(nothing.argmax()))
             name = managed[int(index)].name
             raise RankError(
                 f"{name} has a gradient on rank {has} and none on rank {lacks}, which would leave it out of the norm: "
@@ -214,8 +268,12 @@ class ManyRanks:
     def sum_parts(self, flat: torch.Tensor) -> None:
         """Of a gradient of which each rank has filled in its parts: all of it. Nothing else is under way."""
         moved = flat.to(self._words_dev.tensor.device)
-        dist.all_reduce(moved, group=self._group.process_group)
+        self._group.sum(moved, "sum of a gradient's parts")
         flat.copy_(moved)
+
+    def _named(self, rank: int) -> int:
+        """By its number in the world."""
+        return self.members[rank]
 
     def close(self) -> None:
         self._group.close()

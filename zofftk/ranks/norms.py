@@ -17,19 +17,23 @@ from zofftk.host_state import HostSegment
 from zofftk.managed import Gathered, Managed
 from zofftk.ranks.collectives import all_gather
 from zofftk.ranks.group import RankGroup
+from zofftk.ranks.virtual_group import VirtualGroup
 
 NOTHING, ZEROS, GRADIENT = 0.0, 1.0, 2.0  # what a rank has of a parameter
+DROPPED = 4.0  # added to one of these for each round in which it may have had one that it has dropped
 
 
 class NormExchange:
     """The buffers of one message a rank, for a fixed list of segments."""
 
-    def __init__(self, device: Device, ranks: RankGroup, segments: Sequence[HostSegment], num_params: int) -> None:
+    def __init__(
+        self, device: Device, ranks: RankGroup | VirtualGroup, segments: Sequence[HostSegment], num_params: int
+    ) -> None:
         self._device, self._ranks = device, ranks
         self._size, self._rank = ranks.size, ranks.rank
         self._num_params = num_params
         self._counts = [max(segment.layout.rank_blocks) for segment in segments]
-        self._numel = sum(self._counts) + num_params
+        self._numel = sum(self._counts) + num_params + 1
         starts = np.concatenate([[0], np.cumsum(self._counts)])
         self._order = [_canonical_order(s, int(at), self._numel) for s, at in zip(segments, starts, strict=False)]
         self._own = device.buffer("own norms", self._numel, torch.float64, "host", zero=True, on_link=True)
@@ -39,11 +43,11 @@ class NormExchange:
     def fits(self, segments: Sequence[HostSegment], num_params: int) -> bool:
         return len(segments) == len(self._counts) and num_params == self._num_params
 
-    def run(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer) -> None:
-        """Enqueue it all; `norms` and `presence` are there when the host stream has ended."""
+    def run(self, segments: Sequence[HostSegment], managed: Sequence[Managed], norms: Buffer, settings: float) -> None:
+        """Enqueue it all; `norms`, `presence` and `settings` are there when the host stream has ended."""
         device = self._device
         sums = [bucket.square_sums for segment in segments for bucket in segment.buckets]
-        presence = np.array([_presence(one) for one in managed], np.float64)
+        presence = np.array([presence_of(one) + DROPPED * one.dropped for one in managed] + [settings], np.float64)
         tell = partial(self._tell, segments, presence)
         device.host_task("norm: own blocks", tell, reads=sums, writes=[self._own])
         device.wait(UP, device.record(HOST), "own norms: they must be written before they leave")
@@ -69,13 +73,20 @@ class NormExchange:
         for segment, order in zip(segments, self._order, strict=True):
             clipping.add_blocks(segment, gathered[order], norms.tensor.numpy())
 
-    def presence(self) -> np.ndarray:
-        """What each rank (rows) has of each parameter; to be asked when the host stream has ended."""
+    def presence(self) -> tuple[np.ndarray, np.ndarray]:
+        """What each rank (rows) has of each parameter, and in how many rounds it may have dropped some of it; to be
+        asked when the host stream has ended."""
         gathered = self._device.value("presence", self._all).reshape(self._size, self._numel)
-        return gathered[:, self._numel - self._num_params :]
+        dropped, presence = np.divmod(gathered[:, -1 - self._num_params : -1], DROPPED)
+        return presence, dropped
+
+    def settings(self) -> np.ndarray:
+        """What each rank says it updates with, as a number."""
+        return self._device.value("settings", self._all).reshape(self._size, self._numel)[:, -1]
 
 
-def _presence(managed: Managed) -> float:
+def presence_of(managed: Managed) -> float:
+    """What this rank has of a parameter."""
     if managed.gathered is not Gathered.LIVE:
         return NOTHING
     return ZEROS if any(managed.index in bucket.zero for bucket in managed.buckets) else GRADIENT

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from zofftk import clipping
 from zofftk.device.base import COMPUTE, DOWN, HOST, UP, Buffer, Device, Event
+from zofftk.errors import RankError
 from zofftk.host_state import HostBucket, HostSegment
 from zofftk.managed import Managed, Update
+from zofftk.ranks.world import has_world
 from zofftk.staging import Slot
 
-NORM, STEP, ADD, DROP = 2.0, 3.0, 4.0, 5.0  # what all ranks have to do alike
+NORM, STEP, ADD, DROP, FLUSH, SWITCH = 2.0, 3.0, 4.0, 5.0, 6.0, 7.0  # what all ranks have to do alike
 
 
 class Ranks(Protocol):
@@ -21,6 +24,10 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    rounds: int  # that have ended; over ranks, they have the same numbers on all of them
+    met: int  # of these, when all ranks were at the same point last
+    check_norm: Callable[[], None]  # raises where a norm would lack gradients
+    members: Sequence[int]  # the ranks by their numbers in the world
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """These parameters are the same on every rank from now on; raises where the ranks differ in them."""
@@ -54,6 +61,10 @@ class Ranks(Protocol):
     @property
     def has_news(self) -> bool:
         """Whether, when all were asked last, one of them had gradients whose norm was not known."""
+        ...
+
+    def update_with(self, hypers: Iterable[object]) -> None:
+        """What the coming step updates with, which has to be the same on all ranks."""
         ...
 
     def packed_as(self, wire: torch.dtype) -> torch.dtype:
@@ -97,6 +108,10 @@ class OneRank:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.rounds = self.met = 0
+        self.check_norm: Callable[[], None] = lambda: None  # one rank has all of them, wherever they are
+        self._knew_world = has_world()
+        self.members: Sequence[int] = [dist.get_rank() if self._knew_world else 0]
         self._buckets: list[HostBucket] = []
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -109,6 +124,7 @@ class OneRank:
         self._buckets += buckets
 
     def last_of_round(self) -> Iterable[HostBucket]:
+        self.rounds += 1
         return [bucket for bucket in self._buckets if bucket.waiting]
 
     def round_of_others(self) -> Iterable[HostBucket]:
@@ -119,6 +135,14 @@ class OneRank:
 
     def others_go_on(self, does: float, *, knows_norm: bool) -> bool:
         return False
+
+    def update_with(self, hypers: Iterable[object]) -> None:
+        if not self._knew_world and has_world() and dist.get_world_size() > 1:
+            raise RankError(
+                f"torch.distributed has {dist.get_world_size()} ranks now, and had not been initialised when this "
+                "optimizer was built, which therefore averages over none of them: build it after init_process_group, "
+                "with the process_group of this rank alone if it is to train alone"
+            )
 
     def packed_as(self, wire: torch.dtype) -> torch.dtype:
         return wire

@@ -68,6 +68,16 @@ def from_slice(param: Any, local: torch.Tensor) -> torch.Tensor:
     )
 
 
+def as_placed(param: Any, local: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
+    """Of a gradient's part in this rank's memory, the gradient of `param` with these placements, if it has any."""
+    if not placements:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    mesh, shape, stride = param.device_mesh, param.shape, param.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def check_placement(param: Any, name: str) -> None:
     """A DTensor whose slices an optimizer can update, each rank its own."""
     if not is_sliced(param):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,19 +19,16 @@ from zofftk.device.base import COMM, DOWN, HOST, UP, Buffer, Device, Run
 from zofftk.managed import Managed
 from zofftk.ranks.collectives import all_gather
 from zofftk.ranks.group import RankGroup
-from zofftk.ranks.joining import check_same, take_firsts
 from zofftk.ranks.slices import is_cut, placed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from zofftk.ranks.virtual_group import VirtualGroup
 
 
 class TensorParallel:
     """The ranks that hold the slices of the same parameters."""
 
-    def __init__(self, device: Device, mesh: DeviceMesh, timeout_s: float | None) -> None:
+    def __init__(self, device: Device, group: RankGroup | VirtualGroup) -> None:
         self._device = device
-        self._group = RankGroup(device, mesh.mesh.flatten().tolist(), timeout_s)
+        self.group = group
         self._num_params = -1
 
     def join(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> bool:
@@ -44,13 +40,13 @@ class TensorParallel:
             (name, tuple(tensor.shape), str(tensor.dtype), str(placement[1]) if (placement := placed(tensor)) else "")
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        check_same(described, self._group.process_group)
-        take_firsts([tensor for tensor in tensors if not is_cut(tensor)], self._group.process_group)
-        return self._group.rank == 0
+        self.group.check_same(described, "joining of slices")
+        self.group.take_firsts([tensor for tensor in tensors if not is_cut(tensor)], "joining of slices")
+        return self.group.rank == 0
 
     def combine_norms(self, managed: Sequence[Managed], norms: Buffer) -> None:
         """Enqueue it: the square sums of slices in `norms`, which host has written, become those of the parameters."""
-        device, size, number = self._device, self._group.size, len(managed)
+        device, size, number = self._device, self.group.size, len(managed)
         if number != self._num_params:
             self._num_params = number
             self._all = device.buffer("norms of all slices", size * number, torch.float64, "host", on_link=True)
@@ -58,10 +54,10 @@ class TensorParallel:
             self._all_dev = device.buffer("norms of slices on the device", size * number, torch.float64, "device")
         device.host_task("norm: own slices", partial(_copy, norms, self._own), reads=[norms], writes=[self._own])
         device.wait(UP, device.record(HOST), "own norms: they must be written before they leave")
-        own_dev = self._all_dev.part(self._group.rank * number, number)
+        own_dev = self._all_dev.part(self.group.rank * number, number)
         device.copy_up("up: norms of slices", own_dev, self._own, [Run(0, number)])
         device.wait(COMM, device.record(UP), "norms on the device: they must be there before all have them")
-        self._group.collective("all-gather: norms of slices", all_gather, self._all_dev, own_dev)
+        self.group.collective("all-gather: norms of slices", all_gather, self._all_dev, own_dev)
         device.wait(DOWN, device.record(COMM), "gathered norms: those of all ranks must be there")
         device.copy_down("down: norms of slices", self._all, self._all_dev, [Run(0, size * number)])
         device.wait(HOST, device.record(DOWN), "arrived norms: the sums need those of all ranks")
@@ -69,7 +65,7 @@ class TensorParallel:
         device.host_task("norm: slices", add, reads=[self._all], writes=[norms])
 
     def close(self) -> None:
-        self._group.close()
+        self.group.close()
 
 
 def _copy(source: Buffer, into: Buffer) -> None:

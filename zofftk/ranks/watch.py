@@ -12,26 +12,17 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from zofftk.errors import RankError
+from zofftk.errors import RankError, RankGoneError, StoreSilentError
+from zofftk.ranks.patience import LOST, PatientStore
+from zofftk.ranks.reasons import named_reason
+from zofftk.ranks.voice import Sign, Voice
 
 INTERVAL_S = 1.0
 PATIENCE_S = 2.5  # a rank that gives no sign for so long is gone
-VERDICT = "verdict"
+TICKS = 4
 LEAST_S = 1.5  # ... or for so long, where the store is lost then
-
-
-@dataclass(frozen=True)
-class Sign:
-    """What a rank has said last."""
-
-    number: int
-    at: str  # what it has begun
-    fault: str | None
-    is_closed: bool
 
 
 class Watch:
@@ -43,57 +34,69 @@ class Watch:
         ranks: all that give signs.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], *, holds_store: bool = False) -> None:
         self._rank, self._others = rank, [other for other in ranks if other != rank]
-        # A connection of its own: the other one may be held by somebody who waits.
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self.at = "construction"
-        self.verdict: str | None = None  # why all of them cannot go on, by the rank that knew it first
-        self._number, self._fault, self._is_closed = 0, None, False
-        self._lock = threading.Lock()
+        self._store = PatientStore(store)
+        self._voice = Voice(self._store, rank, linger_s=1.2 * INTERVAL_S if holds_store else 0.0)
         self._end = threading.Event()
-        self._write()
+        try:
+            self._voice.write()
+        except StoreSilentError:
+            pass  # busy, perhaps: if it has stopped, the collectives will say so
+        except RuntimeError as error:
+            raise RankGoneError(f"rank {rank} {LOST}") from error
+        self._forgotten = weakref.finalize(self, self._voice.drop)
+        self._forgotten.atexit = False
         self._thread = threading.Thread(
             target=_keep_writing, args=(weakref.ref(self), self._end), name="zofftk-signs", daemon=True
         )
         self._thread.start()
 
+    @property
+    def at(self) -> str:
+        return self._voice.at
+
+    @property
+    def verdict(self) -> str | None:
+        return self._voice.verdict
+
+    def begin(self, place: str) -> None:
+        self._voice.at, self._voice.is_past = place, False
+
+    def done(self) -> None:
+        """With what was begun last."""
+        self._voice.is_past = True
+
+    def judge(self, verdict: str) -> None:
+        self._voice.judge(verdict)
+
     def close(self) -> None:
         """This rank needs the others no more."""
         self._end.set()
         self._thread.join()
-        self._is_closed = True
-        self._try_to_write()
+        if self._forgotten.detach():
+            self._voice.close()
+            self._store.close()
 
     def blame(self, error: BaseException) -> RankError:
         """Why a collective has failed here."""
-        self._fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        self._try_to_write()
-        self.hear()
-        if self.verdict is not None:
-            return RankError(f"rank {self._rank} cannot go on at {self.at}: {self.verdict} ({self._fault})")
-        if (signs := self._look()) is None:
-            return RankError(
-                f"rank {self._rank} has lost the process that holds torch.distributed's store (rank 0, or the "
-                f"launcher), at {self.at}: {self._fault}"
-            )
+        voice = self._voice
+        voice.fault = named_reason(error)
+        voice.try_to_write()
+        voice.hear()
+        begin = f"rank {self._rank} cannot go on at {voice.at}"
+        if voice.verdict is not None:
+            return RankError(f"{begin}: {voice.verdict} ({voice.fault})")
+        try:
+            signs = self._look()
+        except StoreSilentError as silence:
+            return RankError(f"{begin}: {silence} ({voice.fault})")
+        if signs is None:
+            return RankError(f"rank {self._rank} {LOST}, at {voice.at}: {voice.fault}")
         reason, is_first_cause = _reason(*signs)
         if is_first_cause:
-            self.judge(reason)
-        return RankError(f"rank {self._rank} cannot go on at {self.at}: {reason} ({self._fault})")
-
-    def judge(self, verdict: str) -> None:
-        """Have the others hear it: who fails after this rank's end, because of it, may find no store to look in."""
-        self.hear()
-        if self.verdict is None:
-            self.verdict = verdict
-            with suppress(Exception):
-                self._store.set(VERDICT, verdict)
-
-    def hear(self) -> None:
-        with suppress(Exception):  # the store is gone
-            if self.verdict is None and self._store.check([VERDICT]):
-                self.verdict = self._store.get(VERDICT).decode()
+            voice.judge(reason)
+        return RankError(f"{begin}: {reason} ({voice.fault})")
 
     def _look(self) -> tuple[dict[int, Sign | None], dict[int, Sign | None]] | None:
         """The others' signs some time apart; None where the store is gone, or goes too soon.
@@ -107,6 +110,9 @@ class Watch:
             while (left := began + PATIENCE_S - time.monotonic()) > 0:
                 self._end.wait(min(left, 0.25))
                 now = self._read_others()
+        except StoreSilentError:
+            if before is None or now is None:
+                raise
         except Exception:
             if before is None or now is None or time.monotonic() - began < LEAST_S:
                 return None
@@ -115,22 +121,9 @@ class Watch:
     def _read_others(self) -> dict[int, Sign | None]:
         signs: dict[int, Sign | None] = {}
         for rank in self._others:
-            is_there = self._store.check([str(rank)])
-            signs[rank] = Sign(**json.loads(self._store.get(str(rank)))) if is_there else None
+            word = self._store.get(str(rank))
+            signs[rank] = None if word is None else Sign(**json.loads(word))
         return signs
-
-    def _write(self) -> None:
-        with self._lock:
-            self._number += 1
-            sign = {"number": self._number, "at": self.at, "fault": self._fault, "is_closed": self._is_closed}
-            self._store.set(str(self._rank), json.dumps(sign))
-
-    def _try_to_write(self) -> bool:
-        try:
-            self._write()
-        except Exception:  # the store is gone: the collectives will say so
-            return False
-        return True
 
 
 def _reason(before: dict[int, Sign | None], now: dict[int, Sign | None]) -> tuple[str, bool]:
@@ -141,23 +134,33 @@ def _reason(before: dict[int, Sign | None], now: dict[int, Sign | None]) -> tupl
     for rank, sign in now.items():
         if sign is None:
             return f"rank {rank} has never begun", True
+        if sign.end and not sign.fault:
+            return f"rank {rank} {sign.end}, {sign.place}", True
         if sign == before[rank] and not sign.is_closed and not sign.fault:
-            return f"rank {rank} has died or cannot be reached; it was at {sign.at}", True
+            return f"rank {rank} has died or cannot be reached; it was last heard of {sign.place}", True
     signs = {rank: sign for rank, sign in now.items() if sign is not None}
     for rank, sign in signs.items():
         if sign.is_closed and not sign.fault:
             return f"rank {rank} has closed its optimizer", True
     held_up = [
-        f"rank {rank} is alive but does not come, it is at {sign.at}" for rank, sign in signs.items() if not sign.fault
+        f"rank {rank} is alive but does not come, it is {sign.place}" for rank, sign in signs.items() if not sign.fault
     ]
-    failed = [f"rank {rank} has failed as well, at {sign.at}" for rank, sign in signs.items()]
+    failed = [f"rank {rank} has failed as well, {sign.place}" for rank, sign in signs.items()]
     return "; ".join(held_up or failed), False
 
 
 def _keep_writing(reference: weakref.ref[Watch], end: threading.Event) -> None:
-    while not end.wait(INTERVAL_S):
-        watch = reference()
-        if watch is None or not watch._try_to_write():
+    """Once in an interval, and sooner where there is a new place to tell: steps do not wait for it."""
+    told, number = "", 0
+    while not end.wait(INTERVAL_S / TICKS):
+        if (watch := reference()) is None:
             return
-        watch.hear()
+        voice, number = watch._voice, number + 1
         del watch
+        if number % TICKS == 0 or voice.place != told:
+            told = voice.place
+            if not voice.try_to_write():
+                return
+        if number % TICKS == 0:
+            voice.hear()
+        del voice

@@ -1,20 +1,15 @@
-"""What goes into a checkpoint of many ranks: which values, and whether the ranks hold each element once."""
+"""What goes into a checkpoint of many ranks, and what goes out of one: values in dicts and lists of their own."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
-from zofftk.errors import InputError
 from zofftk.saving import check_plain
-from zofftk.sharding.state import ShardedState
 
 
 def resolved(state: dict[str, Any]) -> dict[str, Any]:
@@ -50,38 +45,3 @@ def _saveable(value: Any, where: str, copied: bool) -> Any:
         return [_saveable(item, f"{where}[{number}]", copied) for number, item in enumerate(value)]
     check_plain(value, where)
     return copy.deepcopy(value) if copied else value
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What one rank wants to save: torch's plan, and the shapes of the sharded states, of which it may hold nothing."""
-
-    plan: SavePlan
-    shapes: dict[str, torch.Size]
-
-
-def wanted(plan: SavePlan, flat: dict[str, Any]) -> Wanted:
-    return Wanted(plan, {name: value.shape for name, value in flat.items() if isinstance(value, ShardedState)})
-
-
-def check_held(by_rank: list[Wanted]) -> None:
-    """Raises InputError where the ranks do not hold each element of a tensor once.
-
-    Torch checks it on several ranks, and not on one, where a load would leave what is missing as it was; and a tensor
-    of which no rank holds anything would not be saved.
-    """
-    shapes: dict[str, torch.Size] = {}
-    boxes: dict[str, set[tuple[Any, Any]]] = {}
-    for wanted in by_rank:
-        for name, shape in wanted.shapes.items():
-            if shapes.setdefault(name, shape) != shape:
-                raise InputError(f"{name} has shape {tuple(shapes[name])} on one rank, {tuple(shape)} on another")
-        for item in wanted.plan.items:
-            if item.type == WriteItemType.SHARD and item.tensor_data is not None:
-                shapes.setdefault(item.index.fqn, item.tensor_data.size)
-                chunk = item.tensor_data.chunk
-                boxes.setdefault(item.index.fqn, set()).add((chunk.offsets, chunk.sizes))
-    for name, shape in shapes.items():
-        held = sum(prod(sizes) for _, sizes in boxes.get(name, ()))
-        if held != shape.numel():
-            raise InputError(f"the ranks hold {held} elements of {name}, expected each of its {shape.numel()} once")

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from zofftk.errors import InputError
 from zofftk.mapped import FileMappings
+from zofftk.sharding.agreement import USE_GROUP
 from zofftk.sharding.boxes import Slice
-from zofftk.sharding.joint_work import JointWork, talking
+from zofftk.sharding.joint_work import JointWork
 from zofftk.sharding.state import ShardedState
+from zofftk.sharding.waiting import timeout_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,7 +52,9 @@ class _Range:
     owner: int
 
 
-def gather_full(state: Any, group: ProcessGroup | None = None, *, dst: int | None = 0) -> Any:
+def gather_full(
+    state: Any, group: ProcessGroup | None = None, *, dst: int | None = 0, timeout_s: float | None = None
+) -> Any:
     """The dicts and lists of `state` with whole tensors in place of each `ShardedState`; other values as they are.
 
     A collective: every rank of `group` calls it, with the same keys. So `zofftk.save(path, gather_full(...))` on rank
@@ -61,6 +65,8 @@ def gather_full(state: Any, group: ProcessGroup | None = None, *, dst: int | Non
         state: e.g. `opt.state_dict()`.
         group: the ranks that hold the states; None means all, or this process where torch.distributed is not in use.
         dst: the rank in the group that gets them; None means all.
+        timeout_s: how long to wait for a rank that does not come; None: the `rank_timeout_s` of the optimizer whose
+            states they are, else the timeout of `group`.
 
     Returns:
         The whole state, on the CPU; None on a rank that gets nothing.
@@ -68,16 +74,22 @@ def gather_full(state: Any, group: ProcessGroup | None = None, *, dst: int | Non
     Raises:
         InputError: the ranks do not hold each element once, or not the same states; names one. A ValueError. Raised
             on all ranks, before anything is sent.
-        RuntimeError: another rank has ended.
+        RankError: another rank has ended, or has not come within the timeout; names it. A RuntimeError.
     """
-    ranks = JointWork.of(group, PURPOSE)
+    ranks = JointWork.of(group, PURPOSE, "gather_full", timeout_for(state, timeout_s))
+    with ranks.doing("gather_full"):
+        return _gather(state, ranks, dst)
+
+
+def _gather(state: Any, ranks: JointWork, dst: int | None) -> Any:
     leaves = dict(_leaves(state, "state"))
     held = [_Held.of(name, leaf) for name, leaf in leaves.items()]
     by_rank = ranks.each(lambda: held)
-    owners = _owners(by_rank)  # raises the same on all ranks: all have the same words
+    owners = _owners(by_rank, ranks)  # raises the same on all ranks: all have the same words
     receives = dst is None or dst == ranks.rank
     whole: dict[str, torch.Tensor] = {}
     for number, (name, leaf) in enumerate(leaves.items()):
+        ranks.meet()  # or a rank would wait for its turn as long as all before it take
         full = torch.empty(leaf.shape, dtype=leaf.dtype) if receives else None
         for held_range in owners[number]:
             _move(leaf, full, held_range, ranks, dst)
@@ -136,23 +148,30 @@ def _send(chunk: torch.Tensor, owner: int, ranks: JointWork, dst: int | None) ->
     """From the owner's memory into that of those who get it."""
     if ranks.group is None or owner == dst:
         return
-    with talking():
+    with ranks.talking():
         if dst is None:
             dist.broadcast(chunk.view(torch.uint8), group=ranks.group, group_src=owner)
-        elif ranks.rank == dst:
-            dist.recv(chunk.view(torch.uint8), group=ranks.group, group_src=owner)
+            return
+        if ranks.rank == dst:
+            message = dist.irecv(chunk.view(torch.uint8), group=ranks.group, group_src=owner)
         else:
-            dist.send(chunk.view(torch.uint8), group=ranks.group, group_dst=dst)
+            message = dist.isend(chunk.view(torch.uint8), group=ranks.group, group_dst=dst)
+        assert message is not None
+        if ranks.timeout is None:
+            message.wait()
+        else:  # gloo takes no later one for single messages than that of the group's beginning
+            message.wait(ranks.timeout)
 
 
-def _owners(by_rank: list[list[_Held]]) -> list[list[_Range]]:
+def _owners(by_rank: list[list[_Held]], ranks: JointWork) -> list[list[_Range]]:
     """Of each state, its ranges in order with the rank that holds each."""
     first = [(held.name, held.shape, held.dtype) for held in by_rank[0]]
     for rank, states in enumerate(by_rank):
         others = [(held.name, held.shape, held.dtype) for held in states]
         if others != first:
             mine, theirs = next(pair for pair in zip_longest(first, others) if pair[0] != pair[1])
-            raise InputError(f"rank 0 and rank {rank} hold different states: {mine} and {theirs}")
+            names = f"rank {ranks.in_world(0)} and rank {ranks.in_world(rank)}"
+            raise InputError(f"{names} hold different states: {mine} and {theirs}")
     return [
         _owners_of(name, shape, [states[number] for states in by_rank]) for number, (name, shape, _) in enumerate(first)
     ]
@@ -174,8 +193,8 @@ def _owners_of(name: str, shape: tuple[int, ...], by_rank: list[_Held]) -> list[
         at = 0
         for start, stop, _ in [*ranges, (one.numel, one.numel, 0)]:
             if start != at:
-                fault = "no rank holds" if start > at else "two ranks hold"
-                raise InputError(f"{fault} elements [{min(start, at)}, {max(start, at)}) of {place}")
+                fault, advice = ("no rank holds", "") if start > at else ("two ranks hold", f": {USE_GROUP}")
+                raise InputError(f"{fault} elements [{min(start, at)}, {max(start, at)}) of {place}{advice}")
             at = stop
         owners += [_Range(one, *found) for found in ranges]
     return owners

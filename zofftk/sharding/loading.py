@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from zofftk import carried
 from zofftk.errors import InputError
 from zofftk.ranks.slices import is_sliced
 from zofftk.sharding import atomic_folder, manifest
@@ -58,10 +59,17 @@ class Loading:
             for number in list(states):
                 if not any(name.startswith(f"{key}.state.{number}.") for name in saved):
                     del states[number]
+            for number, group in enumerate(self.content[key]["param_groups"]):
+                if f"{key}.param_groups.{number}.{carried.KEY}" in saved:
+                    group.setdefault(carried.KEY, None)  # saved by one with another update or loss scale
         self._planner.set_up_planner(_with_own_containers(self.content), self._metadata)
-        _check_fits(self._planner, self._metadata, set(map(str, self.content)), strict, self.place)
+        _check_fits(self._planner, self._metadata, set(map(str, self.content)), strict, self.place, self._copied())
         self._reader.set_up_storage_reader(self._metadata, False)
         self._plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
+
+    def _copied(self) -> tuple[str, ...]:
+        """Names begin so of what an optimizer's groups hold a copy of, so that nobody has to ask for it."""
+        return tuple(f"{key}.{entry}." for key in self._optimizers for entry in carried.ENTRIES)
 
     def read_values(self) -> None:
         """Values that are not tensors, first: only reading shows whether they need code to be loaded."""
@@ -110,7 +118,9 @@ def _check_lengths(place: Path, metadata: Metadata) -> None:
             raise InputError(f"{path} is truncated: expected {nbytes} bytes, it has {path.stat().st_size}")
 
 
-def _check_fits(planner: _Planner, metadata: Metadata, keys: set[str], strict: bool, place: Path) -> None:
+def _check_fits(
+    planner: _Planner, metadata: Metadata, keys: set[str], strict: bool, place: Path, copied: tuple[str, ...]
+) -> None:
     wanted, saved = planner.state_dict, metadata.state_dict_metadata
     for name, value in wanted.items():
         if name not in saved:
@@ -129,7 +139,7 @@ def _check_fits(planner: _Planner, metadata: Metadata, keys: set[str], strict: b
     if strict:
         paths = metadata.planner_data or {}
         for name in saved:
-            if name not in wanted and str(paths.get(name, (name,))[0]) in keys:
+            if name not in wanted and str(paths.get(name, (name,))[0]) in keys and not name.startswith(copied):
                 raise InputError(f"nothing asks for {name} in the checkpoint {place}: give a tensor, or strict=False")
 
 

@@ -30,7 +30,7 @@ def write(folder: Path, files: dict[str, FileSum]) -> None:
     for name, file in files.items():
         path = folder / name
         if not path.is_file():
-            fault = "rank 0 does not see it: expected a file system that all ranks share"
+            fault = "the first rank does not see it: expected a file system that all ranks share"
             raise FileNotFoundError(errno.ENOENT, fault, str(path))
         if path.stat().st_size != file.nbytes:
             raise OSError(errno.EIO, f"expected the {file.nbytes} bytes that were written", str(path))

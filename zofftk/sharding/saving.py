@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 
 from zofftk.sharding import atomic_folder, manifest
-from zofftk.sharding.content import Wanted, check_held, loadable, saveable, wanted
+from zofftk.sharding.agreement import Wanted, check_agreement, wanted
+from zofftk.sharding.content import loadable, saveable
 from zofftk.sharding.files import is_ours, summing_writer
 from zofftk.sharding.joint_work import JointWork
 from zofftk.sharding.loading import Loading, whole_checkpoint
+from zofftk.sharding.waiting import timeout_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,43 +74,50 @@ def save_sharded(
     group: ProcessGroup | None = None,
     *,
     wait: bool = True,
+    timeout_s: float | None = None,
 ) -> SaveHandle:
     """Write the states of all ranks into `folder`, whole or not at all; every rank of `group` calls it.
 
     What was in `folder` stays until the new checkpoint is complete and on the disk, and stays whatever ends a process
     in between. `load_sharded` and `torch.distributed.checkpoint.load` read it, on any number of ranks. Each rank
-    writes its own parts of each `ShardedState` and `DTensor`; what all ranks have alike is written once.
+    writes its own parts of each `ShardedState` and `DTensor`; what all ranks have alike is written once. So tensors
+    that several ranks have are compared first, by sums that each rank takes of its own: that reads them once more, at
+    about the speed of the memory they lie in. Of values that are not tensors, the first rank's are saved.
 
     Args:
         state: e.g. `{"model": model.state_dict(), "optimizer": opt.state_dict(), "epoch": 3}`: dicts and lists of
             tensors and plain values, or objects with a `state_dict` in their place. The same keys on all ranks.
         folder: where to, on a file system that all ranks share; missing parents are made. A symbolic link is followed.
-        group: the ranks that hold the states; None means all, or this process where torch.distributed is not in use.
-            A gloo group of the same ranks is made at the first call.
+        group: the ranks that hold the states, as the optimizer's `process_group` has them; None means all, or this
+            process where torch.distributed is not in use. A gloo group of the same ranks is made at the first call.
         wait: False returns once the states have been copied; a thread writes the copy while training goes on. The
             copy takes 12 bytes for each parameter of this rank's share (of AdamW), and what else `state` holds, until
             it is written. The next save or load waits for it. End the training with `wait()` of the last handle,
             before `destroy_process_group`.
+        timeout_s: how long to wait for a rank that does not come; None: the shortest `rank_timeout_s` of the optimizers
+            in `state`, else the timeout of `group`. Writing may take longer.
 
     Returns:
         The save: `wait()` returns when it is on the disk.
 
     Raises:
         TypeError: something in `state` is not to be saved; names its keys.
-        InputError: the ranks do not hold each element of a tensor once; names it. A ValueError.
+        InputError: the ranks do not hold each element of a tensor once, have other keys, or a tensor in common that is
+            not the same on all; names it and the ranks. A ValueError.
         OSError: the folder cannot be written, or holds what is no checkpoint.
-        RuntimeError: another rank has ended; or the last save without `wait` has failed, and nobody has seen it.
+        RankError: another rank has ended, or has not come within the timeout; names it. A RuntimeError.
+        RuntimeError: the last save without `wait` has failed, and nobody has seen it.
 
     All of them leave what was in `folder`, and are raised on all ranks.
     """
-    ranks = _ready_ranks(group)
-    contents: list[dict[str, Any]] = []
-    ranks.each(lambda: contents.append(saveable(state, copied=not wait)))
+    ranks = _ready_ranks(group, "save_sharded", timeout_for(state, timeout_s))
     handle = SaveHandle(Path(folder))
-    if wait:
-        _write(contents.pop(), handle.folder, ranks)
-        handle._run(lambda: None)
-        return handle
+    with ranks.doing("save_sharded"):
+        contents = [ranks.here(lambda: saveable(state, copied=not wait))]
+        if wait:
+            _write(contents.pop(), handle.folder, ranks)
+            handle._run(lambda: None)
+            return handle
     global _last
     _last = handle
     # Not a daemon: a script that ends has its last checkpoint.
@@ -123,6 +132,7 @@ def load_sharded(
     *,
     check: bool = True,
     strict: bool = True,
+    timeout_s: float | None = None,
 ) -> None:
     """Read what `save_sharded`, or `torch.distributed.checkpoint.save`, has written into `folder` into `state`.
 
@@ -139,23 +149,25 @@ def load_sharded(
             goes unseen; missing and truncated files are found either way. A checkpoint of torch's own has none.
         strict: what the checkpoint holds under a key of `state` must be asked for. Keys of the checkpoint that
             `state` does not have are left alone either way.
+        timeout_s: how long to wait for a rank that does not come; as in `save_sharded`.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or a file of it is missing; names it.
         InputError: a file is truncated, damaged or needs code to be loaded; or `state` asks for what is not there, in
             another shape, or not for what is; names it. A ValueError.
-        RuntimeError: another rank has ended.
+        RankError: another rank has ended, or has not come within the timeout; names it. A RuntimeError.
 
     All of them are raised on all ranks, before anything in `state` has changed (but where a disk fails in between).
     """
-    ranks = _ready_ranks(group)
-    place = ranks.first(lambda: whole_checkpoint(Path(folder)))
-    optimizers = [key for key, value in state.items() if hasattr(value, "show_states")]
-    loading = Loading(place, loadable(state), optimizers)
-    ranks.each(lambda: loading.verify(ranks.rank, ranks.size, checksums=check))
-    ranks.each(lambda: loading.plan(strict=strict))
-    ranks.each(loading.read_values)
-    ranks.each(loading.read_tensors)
+    ranks = _ready_ranks(group, "load_sharded", timeout_for(state, timeout_s))
+    with ranks.doing("load_sharded"):
+        place = ranks.first(lambda: whole_checkpoint(Path(folder)))
+        optimizers = [key for key, value in state.items() if hasattr(value, "show_states")]
+        loading = ranks.here(lambda: Loading(place, loadable(state), optimizers))
+        ranks.each(lambda: loading.verify(ranks.rank, ranks.size, checksums=check))
+        ranks.each(lambda: loading.plan(strict=strict))
+        ranks.each(loading.read_values)
+        ranks.each(loading.read_tensors)
     for key, value in loading.content.items():
         if isinstance(state[key], Stateful):
             state[key].load_state_dict(value)
@@ -166,25 +178,27 @@ def load_sharded(
 _last: SaveHandle | None = None  # the save that a thread may be writing still
 
 
-def _ready_ranks(group: ProcessGroup | None) -> JointWork:
+def _ready_ranks(group: ProcessGroup | None, call: str, timeout_s: float | None) -> JointWork:
     """The ranks, after the save before has ended on all of them; raises its error if that was raised nowhere yet."""
     global _last
     handle, _last = _last, None
     error = handle._result.exception() if handle is not None and not handle.is_seen else None
-    ranks = JointWork.of(group, PURPOSE)
+    ranks = JointWork.of(group, PURPOSE, call, timeout_s)
 
     def complain() -> None:
         if error is not None and handle is not None:
             raise RuntimeError(f"the save of {handle.folder} that was not waited for has failed: {error}") from error
 
-    ranks.each(complain)
+    with ranks.doing(call):
+        ranks.each(complain)
     return ranks
 
 
 def _write_behind(handle: SaveHandle, contents: list[dict[str, Any]], ranks: JointWork) -> None:
     def work() -> None:
         try:
-            _write(contents.pop(), handle.folder, ranks)
+            with ranks.doing("a save that is not waited for"):
+                _write(contents.pop(), handle.folder, ranks)
         except BaseException as error:
             logger.error("the checkpoint %s was not saved: %s", handle.folder, error)
             raise
@@ -209,10 +223,11 @@ def _write_all(content: dict[str, Any], temporary: Path, folder: Path, ranks: Jo
     def local_plan() -> Wanted:
         planner.set_up_planner(content, writer.storage_meta(), is_first)
         writer.set_up_storage_writer(is_first, rank=ranks.rank, use_collectives=True)
-        return wanted(writer.prepare_local_plan(planner.create_local_plan()), planner.state_dict)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        return wanted(plan, planner.state_dict, planner.resolve_data, is_first=is_first)
 
     def global_plan(by_rank: list[Wanted]) -> list[SavePlan]:
-        check_held(by_rank)
+        check_agreement(by_rank, ranks.in_world)
         return writer.prepare_global_plan(planner.create_global_plan([rank.plan for rank in by_rank])[0])
 
     def write() -> tuple[Any, dict[str, manifest.FileSum]]:

@@ -50,6 +50,7 @@ class ShardedState(torch.Tensor):
             row-major order; tensor parallelism cuts tensors into such. None means the whole tensor.
         is_copy: another rank holds the same parts, and presents them where they are saved or gathered. This one only
             reads.
+        timeout_s: how long ranks that gather or save it wait for one another, unless they say so; None: torch's.
 
     Raises:
         ValueError: a part is not of that kind, or lies outside of the tensor or over another part.
@@ -60,6 +61,7 @@ class ShardedState(torch.Tensor):
     _parts: tuple[Part, ...]
     within: Slice
     is_copy: bool
+    timeout_s: float | None
 
     @staticmethod
     def __new__(
@@ -70,10 +72,11 @@ class ShardedState(torch.Tensor):
         *,
         within: tuple[Iterable[int], Iterable[int]] | None = None,
         is_copy: bool = False,
+        timeout_s: float | None = None,
     ) -> ShardedState:
         shape = torch.Size(shape)
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
-        self.within, self.is_copy = _slice_of(shape, within), is_copy
+        self.within, self.is_copy, self.timeout_s = _slice_of(shape, within), is_copy, timeout_s
         self._parts = _checked(self.within, dtype, parts)
         return self
 
@@ -268,7 +271,8 @@ def _each_part(func: Callable[..., torch.Tensor], state: ShardedState, **options
     parts = [(part.start, func(part.values, **options)) for part in state.parts]
     within = state.within.offsets, state.within.sizes
     dtype = options.get("dtype") or state.dtype
-    return ShardedState(state.shape, dtype, parts, within=within, is_copy=state.is_copy)  # type: ignore[call-overload]
+    kept: dict[str, Any] = {"within": within, "is_copy": state.is_copy, "timeout_s": state.timeout_s}
+    return ShardedState(state.shape, dtype, parts, **kept)
 
 
 def _new_empty(func: Any, state: ShardedState, size: Iterable[int], **options: Any) -> ShardedState:

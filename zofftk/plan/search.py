@@ -1,0 +1,53 @@
+"""The largest whole number that fits, in few tries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+MOST = 1 << 20
+
+
+def largest_fitting(
+    free: Callable[[int], float], first: int, *, second: int | None = None, least: int = 1, most: int = MOST
+) -> int | None:
+    """The largest n of which `free(n)` is 0 or more, where it falls as n grows; None where that of `least` does not.
+
+    What is free falls along straight lines, steeper ones later, so the next try is where the line through the two that
+    are nearest meets 0: two tries and the one that proves it are most often enough. The result and the next larger
+    number have both been tried, unless the result is `most`. `first` is tried first, then `second`, if given.
+    """
+    tried: dict[int, float] = {}
+
+    def fits(n: int) -> bool:
+        if n not in tried:
+            tried[n] = free(n)
+        return tried[n] >= 0
+
+    low, high = least - 1, most + 1  # the largest that fits so far, the smallest that does not
+    guess = min(max(least, first), most)
+    while high - low > 1:
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        if second is not None and second not in tried:
+            tried[second] = free(second)
+            low, high = (max(low, second), high) if tried[second] >= 0 else (low, min(high, second))
+        guess = min(max(_where_it_ends(tried, low, high, guess), low + 1), high - 1)
+    return low if low >= least else None
+
+
+def _where_it_ends(tried: dict[int, float], low: int, high: int, last: int) -> int:
+    """By the straight line through the two tries nearest to the end; no step is larger than twice what is known."""
+    near = sorted(tried, key=lambda n: abs(tried[n]))[:2]
+    if len(near) < 2:
+        return last // 2 if high == last else 2 * last
+    a, b = sorted(near)
+    slope = (tried[b] - tried[a]) / (b - a)
+    if slope >= 0:
+        return (low + high) // 2 if high <= MOST else 2 * low + 1
+    end = math.floor(a - tried[a] / slope)
+    if end == low and high - low > 1:
+        return low + 1  # proves it
+    return min(end, high - 1) if high <= MOST else end
