@@ -19,6 +19,13 @@ EXPERIMENTS = {
     "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
     "planned": "step time and memory that a run predicts, against what it takes",
     "fig7": "the largest model that each system trains, predicted, against the paper",
+    "calibration": "the free numbers of figures 8 to 14, fitted on a few named bars",
+    "fig8": "throughput on one GPU by size of model, predicted, against the paper",
+    "fig9": "the delayed update on one GPU, predicted, against the paper",
+    "fig10": "throughput of each of 16 GPUs by size of model, predicted, against the paper",
+    "fig11": "throughput of each of 1 to 128 GPUs, predicted, against the paper",
+    "fig14": "what each part of ZeRO-Offload brings, predicted, against the paper",
+    "scores": "errors, orders and memory of figures 8 to 14, predicted, against the paper",
 }
 
 

@@ -1,0 +1,70 @@
+"""One bar of a figure: the steps that it may show, of which the fastest is what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.paper_values import OOM
+from zofftk.baselines.ladder import ladder
+from zofftk.baselines.prediction import Prediction, predict
+from zofftk.profile import Profile
+
+Value = float | str  # TFLOPS of one device, or OOM
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of a system on a model of the ladder; `options` are those of `predict`."""
+
+    system: str
+    size: float  # billions of parameters, as printed
+    ranks: int
+    slices: int
+    micro_batch: int
+    micro_batches: int
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def predict(self, profile: Profile, *, only_time: bool = True) -> Prediction:
+        return predict(
+            self.system,
+            ladder()[self.size],
+            profile,
+            ranks=self.ranks,
+            slices=self.slices,
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            only_time=only_time,
+            **dict(self.options),
+        )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`system`, `x_name` and `x` are the paper's words; no steps: nothing fits.
+
+    `ours` marks a system that is not in the paper's figure.
+    """
+
+    figure: str
+    system: str
+    x_name: str
+    x: str
+    steps: tuple[Step, ...]
+    ours: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.figure, self.system, self.x
+
+    def predict(self, profile: Profile) -> tuple[Value, Step | None]:
+        """TFLOPS by the formula 96·B·s·L·h² and the step that reaches them."""
+        if not self.steps:
+            return OOM, None
+        reached = {step: step.predict(profile).tflops for step in self.steps}
+        best = max(reached, key=lambda step: reached[step])
+        return reached[best], best
+
+
+Counts = Mapping[str, int]  # micro-batches of a step, by figure, where the figure does not say
