@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from experiments.bars.bar import Bar, Counts, Step
 from experiments.bars.command import add_arguments, predict_figure
@@ -33,7 +34,7 @@ ASSUMPTIONS = (
 
 def bars(counts: Counts) -> list[Bar]:
     return [
-        Bar(FIGURE, printed, "params", f"{size}B", _steps(system, cuts, size), ours=system == OWN)
+        Bar(FIGURE, printed, "params", f"{size}B", partial(_steps, system, cuts, size), ours=system == OWN)
         for printed, (system, cuts, sizes) in SYSTEMS.items()
         for size in sizes
     ]

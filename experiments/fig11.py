@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from experiments.bars.bar import Bar, Counts, Step
 from experiments.bars.command import add_arguments, predict_figure
@@ -22,7 +23,7 @@ ASSUMPTIONS = (
 
 def bars(counts: Counts) -> list[Bar]:
     return [
-        Bar(FIGURE, printed, "gpus", str(gpus), _steps(system, gpus, counts[FIGURE]), ours=system == OWN)
+        Bar(FIGURE, printed, "gpus", str(gpus), partial(_steps, system, gpus, counts[FIGURE]), ours=system == OWN)
         for printed, system in SYSTEMS.items()
         for gpus in GPUS
     ]

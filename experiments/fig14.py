@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from experiments.bars.bar import Bar, Counts, Step
 from experiments.bars.command import add_arguments, predict_figure
@@ -28,7 +29,14 @@ ASSUMPTIONS = (
 
 def bars(counts: Counts) -> list[Bar]:
     return [
-        Bar(FIGURE, printed, "batch", str(batch), _steps(system, batch, counts[FIGURE], options), ours=system == OWN)
+        Bar(
+            FIGURE,
+            printed,
+            "batch",
+            str(batch),
+            partial(_steps, system, batch, counts[FIGURE], options),
+            ours=system == OWN,
+        )
         for printed, (system, options) in SYSTEMS.items()
         for batch in BATCHES
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from experiments.bars.bar import Bar, Counts, Step
 from experiments.bars.command import add_arguments, predict_figure
@@ -31,9 +32,12 @@ def bars(counts: Counts) -> list[Bar]:
 
 
 def _bar(printed: str, system: str, size: int) -> Bar:
+    return Bar(FIGURE, printed, "params", f"{size}B", partial(_steps, system, size), ours=system == OWN)
+
+
+def _steps(system: str, size: int) -> tuple[Step, ...]:
     micro_batch = largest(system, size, 1, 1, halves(TABLE_3[f"{size}b"][2]))
-    steps = () if micro_batch is None else (Step(system, size, 1, 1, micro_batch, round(TOTAL_BATCH / micro_batch)),)
-    return Bar(FIGURE, printed, "params", f"{size}B", steps, ours=system == OWN)
+    return () if micro_batch is None else (Step(system, size, 1, 1, micro_batch, round(TOTAL_BATCH / micro_batch)),)
 
 
 def run(options: argparse.Namespace) -> int:

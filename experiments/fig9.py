@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from experiments.bars.bar import Bar, Counts, Step
 from experiments.bars.command import add_arguments, predict_figure
@@ -19,12 +20,16 @@ def bars(counts: Counts) -> list[Bar]:
     found = []
     for size in SIZES:
         for printed, options in (("without DPU", ()), ("with DPU", (("delayed", True),))):
-            step = Step("zero-offload-2020", size, 1, 1, MICRO_BATCH, counts[FIGURE], options)
-            found.append(Bar(FIGURE, printed, "params", f"{size}B", (step,)))
+            choose = partial(_steps, "zero-offload-2020", size, counts[FIGURE], options)
+            found.append(Bar(FIGURE, printed, "params", f"{size}B", choose))
         for ours, options in zip(OURS, ((), (("update", "delayed"), ("delay_after", 1))), strict=True):
-            step = Step(OWN, size, 1, 1, MICRO_BATCH, counts[FIGURE], options)
-            found.append(Bar(FIGURE, ours, "params", f"{size}B", (step,), ours=True))
+            choose = partial(_steps, OWN, size, counts[FIGURE], options)
+            found.append(Bar(FIGURE, ours, "params", f"{size}B", choose, ours=True))
     return found
+
+
+def _steps(system: str, size: int, micro_batches: int, options: tuple[tuple[str, object], ...]) -> tuple[Step, ...]:
+    return (Step(system, size, 1, 1, MICRO_BATCH, micro_batches, options),)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -145,8 +145,8 @@ def test_a_bar_shows_its_fastest_step(monkeypatch):
     steps = tuple(bar.Step("megatron", 1, 1, slices, 1, 1) for slices in (1, 2))
     reached = {1: 10.0, 2: 30.0}
     monkeypatch.setattr(bar.Step, "predict", lambda step, profile: argparse.Namespace(tflops=reached[step.slices]))
-    assert bar.Bar("fig10", "Megatron", "params", "1B", steps).predict(V100) == (30.0, steps[1])
-    assert bar.Bar("fig10", "Megatron", "params", "1B", ()).predict(V100) == ("OOM", None)
+    assert bar.Bar("fig10", "Megatron", "params", "1B", lambda: steps).predict(V100) == (30.0, steps[1])
+    assert bar.Bar("fig10", "Megatron", "params", "1B", tuple).predict(V100) == ("OOM", None)
 
 
 def test_a_figure_keeps_rows_that_join_the_papers(monkeypatch, tmp_path, all_fits, capsys):
