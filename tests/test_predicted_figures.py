@@ -144,7 +144,7 @@ def test_a_bar_shows_its_fastest_step(monkeypatch):
     bar = named("bars.bar")
     steps = tuple(bar.Step("megatron", 1, 1, slices, 1, 1) for slices in (1, 2))
     reached = {1: 10.0, 2: 30.0}
-    monkeypatch.setattr(bar.Step, "predict", lambda step, profile: argparse.Namespace(tflops=reached[step.slices]))
+    monkeypatch.setattr(bar.Step, "tflops", lambda step, profile: reached[step.slices])
     assert bar.Bar("fig10", "Megatron", "params", "1B", lambda: steps).predict(V100) == (30.0, steps[1])
     assert bar.Bar("fig10", "Megatron", "params", "1B", tuple).predict(V100) == ("OOM", None)
 
@@ -152,7 +152,7 @@ def test_a_bar_shows_its_fastest_step(monkeypatch):
 def test_a_figure_keeps_rows_that_join_the_papers(monkeypatch, tmp_path, all_fits, capsys):
     fig9, bar = named("fig9"), named("bars.bar")
     monkeypatch.setattr(named("record"), "RESULTS", tmp_path)
-    monkeypatch.setattr(bar.Step, "predict", lambda step, profile: argparse.Namespace(tflops=26.9))
+    monkeypatch.setattr(bar.Step, "tflops", lambda step, profile: 26.9)
     assert fig9.run(argparse.Namespace(paper_only=True)) == 0
     (path,) = tmp_path.rglob("*.json")
     kept = json.loads(path.read_text())

@@ -40,6 +40,13 @@ class Step:
             **dict(self.options),
         )
 
+    def tflops(self, profile: Profile) -> float:
+        """Of one device: the work of attention's scores and of the head counts too, as in Megatron-LM's formula,
+        96·B·s·L·h²·(1 + s/(6h) + V/(16·L·h)). The paper does not say which it uses."""
+        config = ladder()[self.size]
+        more = config.seq / (6 * config.hidden) + config.vocab / (16 * config.layers * config.hidden)
+        return self.predict(profile).tflops * (1 + more)
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -65,10 +72,10 @@ class Bar:
         return self.choose()
 
     def predict(self, profile: Profile) -> tuple[Value, Step | None]:
-        """TFLOPS by the formula 96·B·s·L·h² and the step that reaches them."""
+        """TFLOPS and the step that reaches them."""
         if not self.steps:
             return OOM, None
-        reached = {step: step.predict(profile).tflops for step in self.steps}
+        reached = {step: step.tflops(profile) for step in self.steps}
         best = max(reached, key=lambda step: reached[step])
         return reached[best], best
 

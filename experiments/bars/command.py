@@ -15,7 +15,7 @@ from experiments.record import keep
 
 ASSUMPTIONS = (
     "the model, its heads, length and vocabulary: docs/baselines.md",
-    "TFLOPS of one device by 96·B·s·L·h²: recomputation counts, attention's scores and the head do not",
+    "TFLOPS of one device by 96·B·s·L·h²·(1 + s/(6h) + V/(16·L·h)), recomputation, scores and head included",
     "predicted on the virtual clock; free numbers: `python -m experiments calibration`",
 )
 

@@ -44,7 +44,7 @@ def _reached(bar: Bar, profile: Profile) -> float:
 
 @cache
 def _tflops(step: Step, profile: Profile) -> float:
-    return step.predict(profile).tflops
+    return step.tflops(profile)
 
 
 def _of_concern(step: Step, profile: Profile) -> Profile:
