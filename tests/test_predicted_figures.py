@@ -14,9 +14,11 @@ import pytest
 
 from zofftk.baselines import workload
 from zofftk.baselines.prediction import predict
+from zofftk.baselines.zero_offload_2020 import ZeroOffload2020
 from zofftk.gpt_config import GPTConfig
 from zofftk.profile import load_profile
 from zofftk.virtual.durations import Durations
+from zofftk.virtual.events import Spent
 
 ROOT = Path(__file__).parent.parent
 V100 = load_profile("v100-dgx2")
@@ -57,14 +59,15 @@ def row(system, value, paper, figure="fig8", x="1B", used=False):
 
 
 def test_a_recording_is_timed_on_any_machine():
-    slow = dataclasses.replace(V100, gpu=dataclasses.replace(V100.gpu, max_efficiency=0.275, memory_gb_s=450.0))
-    one, other = (workload.record_workload(SMALL, 1, 1, profile) for profile in (V100, slow))
-    times = [[e.ns for events in each.parts.values() for e in events if hasattr(e, "ns")] for each in (one, other)]
-    kernels_ns = V100.gpu.kernel_us * 1e3
-    assert all(2 * a - kernels_ns * 1000 < b <= 2 * a for a, b in zip(*times, strict=True))
-    assert sum(times[1]) > 1.1 * sum(times[0])
+    quick = dataclasses.replace(V100, gpu=dataclasses.replace(V100.gpu, kernel_us=0.0))
+    slow = dataclasses.replace(quick, gpu=dataclasses.replace(quick.gpu, max_efficiency=0.275, memory_gb_s=450.0))
+    one, other = (workload.record_workload(SMALL, 1, 1, profile) for profile in (quick, slow))
+    times = [
+        sum(e.ns for events in each.parts.values() for e in events if isinstance(e, Spent)) for each in (one, other)
+    ]
+    assert times[1] == pytest.approx(2 * times[0], rel=1e-3)
     again = workload._record_few(dataclasses.replace(SMALL, layers=6), 1, 1)
-    assert again[1].timed(again[0], Durations(V100)) == one.few
+    assert again[1].timed(again[0], Durations(quick)) == one.few
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -88,8 +91,9 @@ def test_only_time_takes_as_long():
 # -- corrected schedules -------------------------------------------------------------------------------------------
 
 
-def test_sums_of_gradients_take_turns_on_the_links():
+def test_sums_of_gradients_take_turns_on_the_links(monkeypatch):
     """A bucket is one rank's: with more ranks, each moves less, and all wait as long."""
+    monkeypatch.setattr(ZeroOffload2020, "bucket_numel", 100_000)  # much less than a shard
     slow = dataclasses.replace(V100, link=dataclasses.replace(V100.link, up_gb_s=0.05, latency_us=0.0))
     at = [predict("zero-offload-2020", SMALL, slow, ranks=ranks, micro_batches=4) for ranks in (1, 4)]
     assert at[1].link_bytes[1] == pytest.approx(at[0].link_bytes[1] / 4, rel=0.01)
@@ -99,7 +103,7 @@ def test_sums_of_gradients_take_turns_on_the_links():
             e.ns
             for _, events in workload.record_workload(SMALL, 1, 1, slow).events()
             for e in events
-            if hasattr(e, "ns")
+            if isinstance(e, Spent)
         )
         assert predicted.step.ns > model_ns + sums_ns
 
@@ -207,8 +211,8 @@ def test_a_fit_finds_the_numbers_that_made_the_items():
         inside = calibration.profile.interconnect.inside_gb_s
         for intensity in (200.0, 1000.0, 5000.0):
             yield (1 + gpu.half_intensity / intensity) / gpu.max_efficiency
-            yield 1 / gpu.max_efficiency + 1 / count
         yield 100 / inside + 1 / gpu.max_efficiency
+        yield 1 + 1 / count
 
     aims = [math.log(each) for each in times(truth)]
     found = fit.fit(calibrated.start(), lambda at: [math.log(a) - b for a, b in zip(times(at), aims, strict=True)])
