@@ -7,6 +7,7 @@ one that is proportional to it. So two recordings say what any other would have.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from zofftk.virtual.cost_tape import Cost, CostTape
 from zofftk.virtual.events import Event, Parts, Spent, Taken
@@ -36,7 +37,9 @@ def _event(a: Event, b: Event, micro_batch: int) -> Event:
 
 
 def _cost(a: Cost, b: Cost, micro_batch: int) -> Cost:
-    numbers = {name.name: _at(getattr(a, name.name), getattr(b, name.name), micro_batch) for name in fields(Cost)}
+    numbers: dict[str, Any] = {
+        name.name: _at(getattr(a, name.name), getattr(b, name.name), micro_batch) for name in fields(Cost)
+    }
     return Cost(**numbers | {"wide": a.wide})
 
 
