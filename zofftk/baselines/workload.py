@@ -114,8 +114,8 @@ def _time_few(config: GPTConfig, micro_batch: int, slices: int, profile: Profile
 def _few(config: GPTConfig, micro_batch: int, slices: int) -> tuple[Parts, CostTape, dict[ParamId, int]]:
     if micro_batch <= max(RECORDED):
         return _record_few(config, micro_batch, slices)
-    (*one, shapes), (*other, _) = (_record_few(config, number, slices) for number in RECORDED)
-    few, tape = extrapolate((tuple(one), tuple(other)), micro_batch)
+    (one, its_tape, shapes), (other, longer, _) = (_record_few(config, number, slices) for number in RECORDED)
+    few, tape = extrapolate(((one, its_tape), (other, longer)), micro_batch)
     return few, tape, shapes
 
 
