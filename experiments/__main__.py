@@ -13,8 +13,19 @@ EXPERIMENTS = {
     "overlap": "what of transfers and update is hidden behind compute, on a timed device",
     "scaling_measured": "bytes and times of every rank on 1, 2 and 4 processes of this machine",
     "delayed": "the delayed update where Adam takes three quarters of compute, on a timed device",
+    "convergence_gpt": "loss curves of GPT-2-like models: plain, offloaded, delayed; three seeds, resumable",
+    "convergence_sweep": "final losses with the delay, by learning rate and optimizer; resumable",
+    "convergence_bert": "a pre-trained BERT fine-tuned with the delay and without; needs the extra `experiments`",
+    "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
     "planned": "step time and memory that a run predicts, against what it takes",
     "fig7": "the largest model that each system trains, predicted, against the paper",
+    "calibration": "the free numbers of figures 8 to 14, fitted on a few named bars",
+    "fig8": "throughput on one GPU by size of model, predicted, against the paper",
+    "fig9": "the delayed update on one GPU, predicted, against the paper",
+    "fig10": "throughput of each of 16 GPUs by size of model, predicted, against the paper",
+    "fig11": "throughput of each of 1 to 128 GPUs, predicted, against the paper",
+    "fig14": "what each part of ZeRO-Offload brings, predicted, against the paper",
+    "scores": "errors, orders and memory of figures 8 to 14, predicted, against the paper",
 }
 
 
@@ -34,7 +45,7 @@ def main() -> int:
 
 
 def listing() -> str:
-    lines = [f"  {name:16}{measures}" for name, measures in EXPERIMENTS.items()]
+    lines = [f"  {name:20}{measures}" for name, measures in EXPERIMENTS.items()]
     return "\n".join(
         [
             "Measurements; each prints its figures and keeps them under experiments/results:",

@@ -31,7 +31,7 @@ def test_without_a_name_they_are_listed(monkeypatch, capsys):
     assert main.main() == 0
     lines = capsys.readouterr().out.splitlines()
     for name, measures in main.EXPERIMENTS.items():
-        assert f"  {name:16}{measures}" in lines
+        assert f"  {name:20}{measures}" in lines
     assert "Run one with `python -m experiments NAME`" in lines[-1]
 
 

@@ -54,6 +54,16 @@ def load_corpus(files: Sequence[Path] | None, *, vocab: int, seq: int) -> Corpus
     return Corpus(tokens=tokens, vocab=vocab, fingerprint=fingerprint)
 
 
+def load_parts(texts: Sequence[str], *, vocab: int) -> list[Corpus]:
+    """The tokens of each text, in a vocabulary that is learnt from the first alone."""
+    parts = []
+    for text in texts:
+        fingerprint = hashlib.sha256(f"{vocab}\n{texts[0]}\n{text}".encode()).hexdigest()
+        tokens = _encode_bytes(text) if vocab == 256 else _encode_pieces(text, vocab, fingerprint, learnt_from=texts[0])
+        parts.append(Corpus(tokens=tokens, vocab=vocab, fingerprint=fingerprint))
+    return parts
+
+
 def _read_text(file: Path) -> str:
     try:
         raw = file.read_bytes()
@@ -71,27 +81,34 @@ def _read_text(file: Path) -> str:
 
 
 def _read_stdlib() -> str:
+    return "\n".join(read_stdlib_files().values())
+
+
+def read_stdlib_files() -> dict[Path, str]:
+    """The text of every source file, by its place in the library's folder, in the order of their names."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in sorted(root.rglob("*.py")) if not NOT_CORPUS & set(file.relative_to(root).parts)]
     if not files:
         raise InputError(f"data: expected the standard library's source; {root} holds no .py files, so name --data")
     # A few of its files are deliberately in other encodings.
-    return "\n".join(file.read_bytes().decode("utf-8", errors="replace").replace("\0", "") for file in files)
+    return {
+        file.relative_to(root): file.read_bytes().decode("utf-8", errors="replace").replace("\0", "") for file in files
+    }
 
 
 def _encode_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
-def _encode_pieces(text: str, vocab: int, fingerprint: str) -> np.ndarray:
-    """Ids of a byte-pair encoding trained on `text`, from the cache where this text has been encoded before."""
+def _encode_pieces(text: str, vocab: int, fingerprint: str, *, learnt_from: str | None = None) -> np.ndarray:
+    """Ids of a byte-pair encoding trained on `text`, or on another, from the cache where it has been encoded before."""
     sentencepiece = _import_sentencepiece()
     key = hashlib.sha256(f"{fingerprint} sentencepiece {sentencepiece.__version__}".encode()).hexdigest()[:32]
     cached = cache_dir() / f"tokens-{key}.npy"
     # A damaged file is replaced like a missing one.
     with contextlib.suppress(OSError, ValueError, EOFError):
         return np.load(cached, mmap_mode="r")
-    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=_train_tokenizer(text, vocab))
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=_train_tokenizer(learnt_from or text, vocab))
     lines = text.splitlines(keepends=True)
     ids = np.concatenate([np.asarray(piece, dtype=np.uint16) for piece in tokenizer.encode(lines)])
     # Where the cache cannot be written, the next run encodes again.

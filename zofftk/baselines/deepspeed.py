@@ -46,17 +46,18 @@ class DeepSpeed(Reducing):
         if not self.is_first:
             so_far = machine.buffer("sum so far", "device", 2 * numel)
             # The hook fetches it, so that compute stands still meanwhile.
-            machine.compute_waits(machine.copy(UP, "sum up", so_far, self._sums, [self._down, machine.computed()]))
+            up = self.to_owners(UP, "sum up", so_far, self._sums, [self._down, machine.computed()], numel)
+            machine.compute_waits(up)
             machine.move("add to the sum", 6 * numel)
         if not self.is_last:
-            self._down = machine.copy(DOWN, "sum down", self._sums, own, [machine.computed()])
+            self._down = self.to_owners(DOWN, "sum down", self._sums, own, [machine.computed()], numel)
             return
         wide = machine.buffer("fp32 gradients", "device", 4 * numel)
         machine.line.change(WIDE, 4 * self.shard(self.workload.largest_param))
         machine.move("norm and check", 2 * numel)
         machine.device.synchronize(machine.computed(), "look at the overflow flags")
         machine.move("gradients to fp32", gpu_adam.WIDEN_BYTES * numel)
-        self._down = machine.copy(DOWN, "gradients down", self._wide, wide, [machine.computed()])
+        self._down = self.to_owners(DOWN, "gradients down", self._wide, wide, [machine.computed()], numel)
         machine.line.change(WIDE, -4 * self.shard(self.workload.largest_param))
 
     def step(self) -> None:

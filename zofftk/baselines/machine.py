@@ -74,6 +74,26 @@ class Machine:
         (self.device.copy_down if stream == DOWN else self.device.copy_up)(label, dst, src, run)
         return self.device.record(stream)
 
+    def copy_in_turn(
+        self,
+        stream: StreamName,
+        label: str,
+        dst: Buffer,
+        src: Buffer,
+        after: Sequence[Event | None],
+        *,
+        all_bytes: int,
+        owners: int,
+    ) -> Event:
+        """This device's average part of `all_bytes`, which belong to so many devices in a row; all wait for them."""
+        copied = self.copy(stream, label, dst, src, after)
+        own_ns = self.durations.copy_ns(stream, min(dst.nbytes, src.nbytes), 1)
+        rest_ns = self.durations.turns_ns(stream, all_bytes, owners) - own_ns
+        if rest_ns <= 0:
+            return copied
+        self.device.stand_still(stream, f"{label}: of others", rest_ns)
+        return self.device.record(stream)
+
     def scatter(self, label: str, whole: Buffer, shard: Buffer, after: Sequence[Event | None]) -> Event:
         """Reduce-scatter: `shard` becomes this rank's part of the sum."""
         return self._collective(label, shard, whole, after)

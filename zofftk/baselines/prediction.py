@@ -41,7 +41,7 @@ SYSTEMS: dict[str, type[Schedule]] = {
 }
 ON_ONE_DEVICE = {"l2l", "swapadvisor"}  # whatever there is
 NO_SLICES = {"ddp", "zero2", "zero3", *ON_ONE_DEVICE}
-FEW = 3  # micro-batches of a step, after which one more takes as long as the last
+FEW = 2  # micro-batches of a step, after which one more takes as long as the last
 WARM_UP = 2  # steps
 
 
@@ -104,6 +104,7 @@ def predict(
     slices: int = 1,
     micro_batch: int = 1,
     micro_batches: int = 1,
+    only_time: bool = False,
     **options: Any,
 ) -> Prediction:
     """What a step of `system` takes on devices of `profile`; the model is `gpt_2020`'s in 16 bits, recomputed.
@@ -116,6 +117,7 @@ def predict(
         slices: devices that each layer is cut over.
         micro_batch: samples of one forward and backward.
         micro_batches: of a step, on each rank.
+        only_time: quicker, but without the activations in `device_bytes`.
         **options: `delayed=True` of "zero-offload-2020"; those of the optimizer for "zofftk".
 
     Raises:
@@ -132,6 +134,8 @@ def predict(
     if system in ON_ONE_DEVICE:
         ranks = 1
     workload = record_workload(config, micro_batch, slices, profile)
+    if only_time and system != OWN:
+        workload = workload.without_memory()
     run = run_own_engine if system == OWN else _runner(SYSTEMS[system])
     timed = profile
     if system == "offload-torch-cpu":

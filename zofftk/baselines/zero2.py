@@ -6,11 +6,13 @@ the GPU, and the parameters are all-gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zofftk.baselines import gpu_adam
 from zofftk.baselines.machine import Machine
 from zofftk.baselines.schedule import Buckets, Schedule
 from zofftk.baselines.workload import Workload
-from zofftk.device.base import Event
+from zofftk.device.base import Buffer, Event, StreamName
 from zofftk.virtual.events import ParamId
 
 BUCKET_NUMEL = 50_000_000  # in the configuration that the release's example scripts have
@@ -26,7 +28,7 @@ class Reducing(Schedule):
     def __init__(self, machine: Machine, workload: Workload) -> None:
         super().__init__(machine, workload)
         self._buckets = Buckets(self.bucket_numel)
-        self._round: list[tuple[ParamId, int]] = []
+        self._reduced: tuple[Buffer, int, Event] | None = None
         space = round(NUM_BUCKETS * self.bucket_space * self.bucket_numel * 2)
         machine.hold("gradient buckets", "device", space)
 
@@ -36,6 +38,14 @@ class Reducing(Schedule):
 
     def end_backward(self) -> None:
         self._reduce(self._buckets.take())
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """What is done with a bucket's part comes when the next bucket is full: there are two, so that one is reduced
+        while backward fills the other (`overlap_comm`)."""
+        if self._reduced is not None:
+            reduced, self._reduced = self._reduced, None
+            self.averaged(*reduced)
 
     def _reduce(self, numel: int) -> None:
         if not numel:
@@ -46,9 +56,23 @@ class Reducing(Schedule):
         if self.ranks > 1:
             bucket = machine.buffer("bucket", "device", 2 * shard * self.ranks)
             averaged = machine.scatter("reduce-scatter", bucket, own, [averaged])
-        self.averaged(own, shard, averaged)
+        self._take_in()
+        self._reduced = own, shard, averaged
 
-    def averaged(self, own: object, numel: int, done: Event) -> None:
+    def to_owners(
+        self, stream: StreamName, label: str, dst: Buffer, src: Buffer, after: Sequence[Event | None], numel: int
+    ) -> Event:
+        """Over the link, in a bucket of `numel` elements a rank.
+
+        Ranks own parameters in one piece, one rank after the other, so that most of a bucket is one rank's: it crosses
+        that rank's link alone while the others wait, and more ranks do not make it quicker.
+        """
+        bucket = numel * self.ranks
+        owners = max(1, -(-bucket // self.shard(self.num_params)))
+        nbytes = min(dst.nbytes, src.nbytes) * self.ranks
+        return self.machine.copy_in_turn(stream, label, dst, src, after, all_bytes=nbytes, owners=owners)
+
+    def averaged(self, own: Buffer, numel: int, done: Event) -> None:
         """This rank's part of a bucket, of so many elements, is there after `done`."""
         raise NotImplementedError
 
@@ -64,7 +88,7 @@ class ZeRO2(Reducing):
         machine.hold("fp32 parameters and moments of the shard", "device", gpu_adam.STATES_BYTES * self._numel)
         self._averaged: Event | None = None
 
-    def averaged(self, own: object, numel: int, done: Event) -> None:
+    def averaged(self, own: Buffer, numel: int, done: Event) -> None:
         self._averaged = done
 
     def step(self) -> None:

@@ -75,6 +75,10 @@ class VirtualDevice(Device):
             self._end_model_span()
             self._model = _ModelSpan(label, start, stop)
 
+    def stand_still(self, stream: StreamName, label: str, duration_ns: int) -> None:
+        """The stream does nothing for so long, such as while others use what it would."""
+        self._run(stream, label, duration_ns)
+
     def _end_model_span(self) -> None:
         if self._model is not None:
             model, self._model = self._model, None

@@ -49,6 +49,13 @@ class Durations:
         gb_s = link.down_gb_s if stream == DOWN else link.up_gb_s
         return round(copies * link.latency_us * 1e3 + nbytes * self.ranks_on_link / gb_s)
 
+    def turns_ns(self, stream: StreamName, nbytes: int, owners: int) -> int:
+        """Until all of `nbytes` are over, of which so many devices in a row have parts, and the others none."""
+        link = self.profile.link
+        gb_s = link.down_gb_s if stream == DOWN else link.up_gb_s
+        links = -(-owners // self.ranks_on_link)
+        return round(link.latency_us * 1e3 + nbytes / links / gb_s)
+
     def move_ns(self, nbytes: int) -> int:
         """An operation on the device that reads and writes so many bytes and does little else."""
         return round(self._move_ns(nbytes) + self.profile.gpu.kernel_us * 1e3)

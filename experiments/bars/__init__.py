@@ -1,0 +1,1 @@
+"""The bars of the paper's throughput figures: which step each one is, and its prediction."""
