@@ -19,6 +19,7 @@ EXPERIMENTS = {
     "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
     "planned": "step time and memory that a run predicts, against what it takes",
     "fig7": "the largest model that each system trains, predicted, against the paper",
+    "throughput_small": "Figures 8, 9 and 14 in small: steps on an emulated V100, slowed, beside their dry runs",
 }
 
 
