@@ -2,8 +2,8 @@
 
 Two numbers do it. The machine's speeds (operations, bytes, updates a second) are divided by `SLOWER`. The model's
 parameters are divided by `fewer`, which is what leaves a small model of `BLOCKS` equal blocks. So everything in a step
-takes `SLOWER / fewer` times as long as on the machine itself, and stays in proportion: what compute takes is copied from
-a dry run of the large model, operation by operation, and link and update follow from the number of parameters.
+takes `SLOWER / fewer` times as long as on the machine itself, and stays in proportion: what compute takes comes from a
+dry run of the large model's layers, and link and update follow from the number of parameters.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SYSTEMS = {
 
 BATCHES = (1, 2, 4, 6, 8, 16, 32)  # Figure 14's
 MOST_RESIDENT = 8  # the largest batch for which the paper has PyTorch: above it, a V100's memory is full
-FIG_8, FIG_8_TOTAL = ("1b", "4b", "10b", "13b"), 64  # samples a step, where the paper has 512
+FIG_8, FIG_8_TOTAL = ("1b", "4b", "10b", "13b"), 32  # samples a step, where the paper has 512
 FIG_9, FIG_9_BATCH = ("2b", "6b", "8b", "10b"), 8
 
 

@@ -1,8 +1,8 @@
 """Figures 8, 9 and 14 in small: our engine on an emulated V100, a number of times slower, beside its dry run.
 
-Compute sleeps, links are timed, updates are real and timed: each operation does its work on small tensors and lasts as
-long as the slow machine takes. The dry run has the same engine and the same durations, and no clock. Throughput is given
-as that of the large model on the machine itself, by the formula 96·B·s·L·h².
+Compute sleeps, links are timed, updates are real and timed: each operation does its work on small tensors and lasts
+as long as the slow machine takes. The dry run has the same engine and the same durations, and no clock. Throughput is
+that of the large model on the machine itself, by the formula 96·B·s·L·h².
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Prepared:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=5, help="turns of all runs (default: 5)")
+    parser.add_argument("--repeats", type=int, default=4, help="turns of all runs (default: 4)")
     parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name has TEXT, such as fig9")
     parser.add_argument("--quick", action="store_true", help="the smallest batch of Figure 14 alone")
     parser.add_argument("--profile", default="v100-dgx2", help="the machine (default: v100-dgx2)")
@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
     show(samples)
     met = results["worst difference"] <= ALLOWED
     print(f"median difference {results['median difference']:.1%}, worst {results['worst difference']:.1%}")
+    print(f"worst of the best turns {results['worst difference of the best turns']:.1%}")
     print("compute sleeps, links are timed, updates are real and timed; memory is not emulated")
     print(f"required: every step within {ALLOWED:.0%} of its dry run: {verdict(met)}")
     config = {"profile": asdict(profile), "slower": SLOWER, "blocks": BLOCKS, "repeats": options.repeats}
@@ -154,6 +155,7 @@ def describe(prepared: Prepared, measured_s: list[float], predicted_s: float) ->
         "measured_s": measured_s,
         "predicted_s": predicted_s,
         "ratio": median_s / predicted_s,
+        "best_ratio": min(measured_s) / predicted_s,
         "measured_tflops": prepared.tflops(median_s),
         "predicted_tflops": prepared.tflops(predicted_s),
     }
@@ -161,9 +163,11 @@ def describe(prepared: Prepared, measured_s: list[float], predicted_s: float) ->
 
 def compare(samples: list[dict[str, Any]]) -> dict[str, Any]:
     differences = [abs(sample["ratio"] - 1) for sample in samples]
+    best = [abs(sample["best_ratio"] - 1) for sample in samples]
     return {
         "median difference": statistics.median(differences),
         "worst difference": max(differences),
+        "worst difference of the best turns": max(best),
         "rows": [row for sample in samples for row in rows_of(sample)],
     }
 
@@ -179,8 +183,8 @@ def rows_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(samples: list[dict[str, Any]]) -> None:
-    print(f"{'':58}{'measured':>11}{'predicted':>12}{'ratio':>8}{'TFLOPS':>9}")
+    print(f"{'':58}{'measured':>11}{'predicted':>12}{'ratio':>8}{'best':>8}{'TFLOPS':>9}")
     for sample in samples:
         measured_ms = 1e3 * statistics.median(sample["measured_s"])
         times = f"{measured_ms:8.1f} ms{1e3 * sample['predicted_s']:9.1f} ms{sample['ratio']:8.3f}"
-        print(f"{sample['case']['name']:58}{times}{sample['measured_tflops']:9.1f}")
+        print(f"{sample['case']['name']:58}{times}{sample['best_ratio']:8.3f}{sample['measured_tflops']:9.1f}")
