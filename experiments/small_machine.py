@@ -17,7 +17,7 @@ from zofftk.gpt_config import GPTConfig
 from zofftk.profile import Profile
 from zofftk.virtual.events import Event, Spent
 
-SLOWER = 512.0
+SLOWER = 768.0
 BLOCKS = 10
 BLOCK_NUMEL = 32 * 1024
 GPU_ADAM_BYTES = (
