@@ -80,7 +80,10 @@ class ProfiledDevice(EmulatedDevice):
         self._last(COMPUTE, self._durations.move_ns(moved_bytes(placement, tensors, src)))
 
     def _zero(self, label: str, dst: Buffer) -> None:
-        self._enqueue(COMPUTE, lambda: dst.tensor.zero_())
+        def zero() -> None:
+            dst.tensor.zero_()
+
+        self._enqueue(COMPUTE, zero)
         self._last(COMPUTE, self._durations.move_ns(dst.nbytes))
 
     def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
