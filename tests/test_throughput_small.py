@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
