@@ -119,7 +119,7 @@ def test_micro_batches_are_computed_one_after_the_other():
 def test_an_emulated_step_is_not_faster_than_its_durations_and_trains(system):
     """Slower it may be, by as much as the machine is busy: that is measured, not tested."""
     each = prepared(system, small(forward_ns=MS, backward_ns=2 * MS))
-    policy = SYSTEMS[system].options or {}
+    policy: dict[str, Any] = SYSTEMS[system].options or {}
     steps = 4
     device = ProfiledDevice(each.durations)
     with ExitStack() as stack:
