@@ -129,7 +129,7 @@ def test_an_emulated_step_is_not_faster_than_its_durations_and_trains(system):
             lr=0.1,
             bucket_bytes=2 * each.model.block_numel,
             device=device,
-            **SYSTEMS[system].options,
+            **policy,
         )
         stack.callback(opt.close)
         began = time.perf_counter()
