@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "fig11": "throughput of each of 1 to 128 GPUs, predicted, against the paper",
     "fig14": "what each part of ZeRO-Offload brings, predicted, against the paper",
     "scores": "errors, orders and memory of figures 8 to 14, predicted, against the paper",
+    "throughput_small": "Figures 8, 9 and 14 in small: steps on an emulated V100, slowed, beside their dry runs",
 }
 
 

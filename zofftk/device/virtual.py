@@ -139,10 +139,10 @@ class VirtualDevice(Device):
     def _pack(
         self, label: str, placement: Placement, tensors: Sequence[torch.Tensor], dst: Buffer, square_sums: Buffer
     ) -> None:
-        self._run(COMPUTE, label, self._durations.move_ns(_moved_bytes(placement, tensors, dst)))
+        self._run(COMPUTE, label, self._durations.move_ns(moved_bytes(placement, tensors, dst)))
 
     def _copy_back(self, label: str, src: Buffer, placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
-        self._run(COMPUTE, label, self._durations.move_ns(_moved_bytes(placement, tensors, src)))
+        self._run(COMPUTE, label, self._durations.move_ns(moved_bytes(placement, tensors, src)))
         torch.autograd.graph.increment_version(tensors)
 
     def _copy(self, stream: StreamName, label: str, dst: Buffer, src: Buffer, runs: Sequence[Run], nbytes: int) -> None:
@@ -189,7 +189,7 @@ class _ModelSpan:
         self.label, self.start_ns, self.stop_ns = label, start_ns, stop_ns
 
 
-def _moved_bytes(placement: Placement, tensors: Sequence[torch.Tensor], flat: Buffer) -> int:
+def moved_bytes(placement: Placement, tensors: Sequence[torch.Tensor], flat: Buffer) -> int:
     """What moving the pieces between their tensors and a flat buffer reads and writes."""
     pieces = zip(placement.pieces, tensors, strict=True)
     return sum(piece.numel * (tensor.dtype.itemsize + flat.itemsize) for piece, tensor in pieces)
