@@ -8,6 +8,8 @@ from paper_figures import judges
 from paper_figures.evidence import UNTESTABLE, Evidence, Judge, Judgement
 from paper_figures.records import MissingRecordError, Records
 
+NO_RECORD = "no record yet"
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -128,5 +130,7 @@ def judge_all(records: Records) -> list[Verdict]:
             judgement = claim.judge(evidence)
             verdicts.append(Verdict(claim, judgement.verdict, judgement.number, evidence.kinds(claim.items)))
         except MissingRecordError as missing:
-            verdicts.append(Verdict(claim, "no record yet", f"`python -m experiments run {missing.item}`", ""))
+            verdicts.append(Verdict(claim, NO_RECORD, f"`python -m experiments run {missing.item}`", ""))
+        except (KeyError, ValueError) as error:  # a record of quick settings, or of another form
+            verdicts.append(Verdict(claim, NO_RECORD, f"the record lacks {error}", ""))
     return verdicts

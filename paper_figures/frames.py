@@ -24,12 +24,13 @@ def paper_frame(item: str) -> pd.DataFrame:
 
 def our_frame(record: Record) -> pd.DataFrame:
     """The rows of a record."""
-    rows = pd.DataFrame(record["results"]["rows"])
+    found = record["results"]["rows"]
+    rows = pd.DataFrame(found) if found else pd.DataFrame(columns=[*KEYS, "value"], dtype=object)
     for name, default in (("used_in_calibration", False), ("extrapolated", False), ("kind", ""), ("unit", "")):
         if name not in rows:
             rows[name] = default
         rows[name] = [default if _is_none(value) else value for value in rows[name]]
-    return rows.assign(x=[_place(x) for x in rows["x"]])
+    return rows.assign(x=pd.Series([_place(x) for x in rows["x"]], index=rows.index, dtype="str"))
 
 
 def _is_none(value: Any) -> bool:

@@ -26,7 +26,6 @@ def draw_scaling(values: pd.DataFrame, *, title: str) -> Figure:
                 axes.plot(
                     gpus[papers.notna()],
                     papers.dropna(),
-                    "",
                     ls="none",
                     marker=mark,
                     mfc="white",
