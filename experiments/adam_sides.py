@@ -28,7 +28,9 @@ STREAM = "stream"  # the fastest loop that moves the same 28 bytes and computes 
 BUFFER_BYTES = 18  # a parameter: fp32 parameter, gradient and moments, and a 16-bit gradient
 # In torch's loops: decay 8, first moment 12, second 8 and 12, root 8, correction 8, eps 8, step 16.
 BYTES = {OURS: 28, FUSED: 28, DEEPSPEED: 28, STREAM: 28, CASTS: 28 + 6 + 6, PLAIN: 80, FOREACH: 80}
-OWN_BYTES = {FOREACH: 8}  # a parameter, allocated in passing; the loop's are those of one tensor at a time
+# A parameter, allocated beside these: by foreach in passing, by DeepSpeed for moments of its own. The loop allocates
+# for one tensor at a time.
+OWN_BYTES = {FOREACH: 8, DEEPSPEED: 8}
 
 
 @dataclass(frozen=True)

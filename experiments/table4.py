@@ -23,12 +23,13 @@ from zofftk.threads import usable_threads
 SIZES_B = (1, 2, 4, 8, 10)  # the paper's, billions of parameters
 FULL_NUMEL, QUICK_NUMEL = 1_000_000_000, 16_000_000
 TENSOR_NUMEL = 25_000_000  # of one parameter tensor; a layer of the paper's models has some of 4 to 67 million
-SPARE_BYTES = 2 << 30  # left to the rest of the machine
+SPARE_BYTES = 3 << 30  # left to the rest of the machine
 PRINTED = {OURS: "CPU-Adam", PLAIN: "PT-CPU"}  # what the paper's columns are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed turns (default: 3)")
+    parser.add_argument("--numel", type=int, default=FULL_NUMEL, help=f"at most (default: {FULL_NUMEL:,})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_NUMEL:,} parameters, all sizes extrapolated")
 
 
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(threads)
     load_before, available = os.getloadavg()[0], available_memory()
     try:
-        numel = largest_numel(BUFFER_BYTES, QUICK_NUMEL if options.quick else FULL_NUMEL, available)
+        numel = largest_numel(BUFFER_BYTES, QUICK_NUMEL if options.quick else options.numel, available)
         samples, missing = measure(numel, threads, options.repeats, available)
     finally:
         torch.set_num_threads(before)
@@ -77,6 +78,7 @@ def measure(
         fewer = largest_numel(BUFFER_BYTES + OWN_BYTES[name], numel, available_bytes)
         small = open_sides(fewer, TENSOR_NUMEL, threads)
         samples[name] = {"numel": fewer, "seconds": in_turns(small, [name], repeats)[name]}
+        del small
     return samples, missing
 
 
