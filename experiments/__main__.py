@@ -1,56 +1,77 @@
-"""python -m experiments NAME [options]; without a name, what there is"""
+"""python -m experiments list | run NAME... | all | NAME [options]"""
 
 import argparse
 import importlib
 import sys
 
-# Name: what it measures. Each is a module here with add_arguments(parser) and run(options) -> exit code.
-EXPERIMENTS = {
-    "step_time": "a step with the engine against one with torch's fused AdamW on 16-bit parameters",
-    "host_memory": "host memory the engine adds to a step, against what its states need",
-    "hook_overhead": "host time of the gradient hooks, per parameter",
-    "gpu_check": "kernels, copies and training steps on a CUDA GPU",
-    "overlap": "what of transfers and update is hidden behind compute, on a timed device",
-    "scaling_measured": "bytes and times of every rank on 1, 2 and 4 processes of this machine",
-    "delayed": "the delayed update where Adam takes three quarters of compute, on a timed device",
-    "convergence_gpt": "loss curves of GPT-2-like models: plain, offloaded, delayed; three seeds, resumable",
-    "convergence_sweep": "final losses with the delay, by learning rate and optimizer; resumable",
-    "convergence_bert": "a pre-trained BERT fine-tuned with the delay and without; needs the extra `experiments`",
-    "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
-    "planned": "step time and memory that a run predicts, against what it takes",
-    "fig7": "the largest model that each system trains, predicted, against the paper",
-    "calibration": "the free numbers of figures 8 to 14, fitted on a few named bars",
-    "fig8": "throughput on one GPU by size of model, predicted, against the paper",
-    "fig9": "the delayed update on one GPU, predicted, against the paper",
-    "fig10": "throughput of each of 16 GPUs by size of model, predicted, against the paper",
-    "fig11": "throughput of each of 1 to 128 GPUs, predicted, against the paper",
-    "fig14": "what each part of ZeRO-Offload brings, predicted, against the paper",
-    "scores": "errors, orders and memory of figures 8 to 14, predicted, against the paper",
-    "throughput_small": "Figures 8, 9 and 14 in small: steps on an emulated V100, slowed, beside their dry runs",
-}
+from rich.console import Console
+
+from experiments.carry_out import carry_out
+from experiments.record import setting
+from experiments.registry import ITEMS, described
+from zofftk.cli import explain
+
+LIST, RUN, ALL = "list", "run", "all"
 
 
 def main() -> int:
     if not sys.argv[1:]:
         print(listing())
         return 0
-    parser = argparse.ArgumentParser(prog="python -m experiments", description="Measurements, each kept as a record.")
-    commands = parser.add_subparsers(title="experiments", metavar="NAME", required=True)
-    for name, measures in EXPERIMENTS.items():
-        module = importlib.import_module(f"experiments.{name}")
-        command = commands.add_parser(name, help=measures, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    options = parser.parse_args()
-    return options.run(options)
+    options = build_parser(sys.argv[1]).parse_args()
+    try:
+        return options.carry_out(options)
+    except BaseException as error:
+        code = explain(error, "experiments")
+        if code is None:
+            raise
+        return code
+
+
+def build_parser(chosen: str) -> argparse.ArgumentParser:
+    """Only the experiment that is `chosen` brings its options, and with them everything it imports."""
+    parser = argparse.ArgumentParser(prog="python -m experiments", description="Experiments, each kept as a record.")
+    commands = parser.add_subparsers(title="commands and experiments", metavar="NAME", required=True)
+    listed = commands.add_parser(LIST, help="say what there is, how each is obtained, and its minutes")
+    listed.set_defaults(carry_out=lambda options: print(listing()) or 0)
+    for command, does in ((RUN, "run tables and figures by name"), (ALL, "run every table and figure of the paper")):
+        several = commands.add_parser(command, help=f"{does}, but those that have a record")
+        if command == RUN:
+            several.add_argument("names", nargs="+", choices=ITEMS, metavar="NAME", help=", ".join(ITEMS))
+        several.add_argument("--quick", action="store_true", help="small settings, kept apart from the full ones")
+        several.add_argument("--fresh", action="store_true", help="also what has a record, and the long training runs")
+        several.set_defaults(carry_out=run_several, names=list(ITEMS))
+    for name, shows in described().items():
+        command = commands.add_parser(name, help=shows)
+        if name == chosen:
+            module = importlib.import_module(f"experiments.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(carry_out=run_one, run=module.run)
+    return parser
+
+
+def run_several(options: argparse.Namespace) -> int:
+    names = list(dict.fromkeys(options.names))
+    return carry_out(names, quick=options.quick, fresh=options.fresh, console=Console())
+
+
+def run_one(options: argparse.Namespace) -> int:
+    with setting(quick=getattr(options, "quick", False)):
+        return options.run(options)
 
 
 def listing() -> str:
-    lines = [f"  {name:20}{measures}" for name, measures in EXPERIMENTS.items()]
+    shown = described()
+    measurements = [name for name in shown if name not in ITEMS]
+    minutes = {name: f" about {item.minutes:g} minutes" if item.minutes >= 1 else "" for name, item in ITEMS.items()}
     return "\n".join(
         [
-            "Measurements; each prints its figures and keeps them under experiments/results:",
-            *lines,
+            "Tables and figures of the paper, each with one record under experiments/results:",
+            *(f"  {name:20}{shown[name]}{minutes[name] and ',' + minutes[name]}" for name in ITEMS),
+            "Measurements; each run keeps a record of its own there:",
+            *(f"  {name:20}{shown[name]}" for name in measurements),
+            "Run every table and figure with `python -m experiments all`, some with `python -m experiments run NAME`.",
             "Run one with `python -m experiments NAME`; its options: `python -m experiments NAME --help`.",
         ]
     )

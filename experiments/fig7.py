@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.paper_values import paper_values
 from experiments.record import keep
+from experiments.rows import row as row_of
 from zofftk.baselines.ladder import ladder
 from zofftk.baselines.prediction import ON_ONE_DEVICE, OWN, SYSTEMS, Prediction, predict
 from zofftk.gpt_config import GPTConfig
@@ -27,6 +28,7 @@ PRINTED = {
     "l2l": "L2L",
     "zero-offload-2020": "ZeRO-Offload",
 }
+QUICK_SYSTEMS = ("ddp", "l2l", "zero-offload-2020")
 CUT = {"megatron", "zero-offload-2020", "deepspeed", OWN}  # these may cut layers
 MICRO_BATCH = 1  # the largest model that trains at all trains with one sample at a time
 MOST_SLICES = 8  # Table 3's, and the most that Megatron-LM was published with
@@ -41,7 +43,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Row:
+class Largest:
     """The largest size that fits and the one above it, in billions; what that one lacks, in bytes."""
 
     system: str
@@ -67,17 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--most-slices", type=int, default=MOST_SLICES, help=f"that a layer is cut over (default: {MOST_SLICES})"
     )
     parser.add_argument("--profile", default="v100-dgx2", help="the machine (default: v100-dgx2)")
+    parser.add_argument("--quick", action="store_true", help="one GPU, and three systems")
 
 
 def run(options: argparse.Namespace) -> int:
     profile = load_profile(options.profile)
     limits = f"micro-batch {options.micro_batch}, layers cut over at most {options.most_slices} slices"
     assumptions = (limits, *ASSUMPTIONS)
+    systems, all_gpus = (QUICK_SYSTEMS, GPUS[:1]) if options.quick else (options.systems, options.gpus)
     print("assumed of all systems:", *(f"  {each}" for each in assumptions), sep="\n")
     print(f"{'system':20}{'GPUs':>5}{'largest':>9}{'slices':>8}{'paper':>7}  next one up lacks")
     rows, samples = [], []
-    for system in options.systems:
-        for gpus in options.gpus:
+    for system in systems:
+        for gpus in all_gpus:
             row, tried = find_largest(system, gpus, profile, options.micro_batch, options.most_slices)
             rows.append(row)
             samples += [describe(each) for each in tried.values()]
@@ -86,14 +90,22 @@ def run(options: argparse.Namespace) -> int:
     agreeing = sum(row.agrees is True for row in compared)
     print(f"{agreeing} of {len(compared)} sizes are the paper's")
     config = {"profile": options.profile, "assumptions": assumptions}
-    results: dict[str, Any] = {"rows": [vars(row) for row in rows], "agreeing": agreeing, "compared": len(compared)}
+    results: dict[str, Any] = {
+        "rows": [
+            row_of(PRINTED.get(each.system, each.system), "gpus", each.gpus, each.largest, "B params", "simulated")
+            for each in rows
+        ],
+        "sizes": [vars(row) for row in rows],
+        "agreeing": agreeing,
+        "compared": len(compared),
+    }
     print("record:", keep("fig7", config, samples, results))
     return 0
 
 
 def find_largest(
     system: str, gpus: int, profile: Profile, micro_batch: int = MICRO_BATCH, most_slices: int = MOST_SLICES
-) -> tuple[Row, dict[float, Prediction]]:
+) -> tuple[Largest, dict[float, Prediction]]:
     """By halving the ladder: a larger model needs more everywhere. With every prediction made, by size."""
     models = ladder()
     sizes, tried = list(models), {}
@@ -109,7 +121,7 @@ def find_largest(
     lacks, where = max((device, "device"), (host, "host"))
     printed = paper_values("fig7").get((PRINTED.get(system, ""), str(gpus)))
     assert not isinstance(printed, str)
-    return Row(system, gpus, largest, tried[largest].slices if largest else 0, above, lacks, where, printed), tried
+    return Largest(system, gpus, largest, tried[largest].slices if largest else 0, above, lacks, where, printed), tried
 
 
 def best_cut(
@@ -130,14 +142,14 @@ def best_cut(
     return fitting[-1] if fitting else predictions[0]
 
 
-def shown(row: Row, tried: dict[float, Prediction]) -> str:
+def shown(row: Largest, tried: dict[float, Prediction]) -> str:
     paper = "" if row.printed is None else f"{row.printed:g}"
     above = "" if row.above is None else f"{row.above:g} B: {row.lacks / GB:.1f} GB on the {row.lacks_where}"
     text = f"{row.system:20}{row.gpus:5}{row.largest:9g}{row.cut:8}{paper:>7}  {above}"
     return text if row.agrees is not False else f"{text}\n{' ' * 8}differs: {_difference(row, tried)}"
 
 
-def _difference(row: Row, tried: dict[float, Prediction]) -> str:
+def _difference(row: Largest, tried: dict[float, Prediction]) -> str:
     """What fits here and should not have, or the other way round, in bytes of a device."""
     assert row.printed is not None
     size = row.largest if row.above is None or row.printed < row.largest else row.above

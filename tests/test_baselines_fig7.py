@@ -59,9 +59,13 @@ def test_the_experiment_shows_bytes_where_it_differs(tmp_path, monkeypatch, caps
     assert "1 of 2 sizes are the paper's" in printed
     assert "differs: at 2 B" in printed
     (path,) = tmp_path.rglob("*.json")
-    rows = json.loads(path.read_text())["results"]["rows"]
-    assert [(row["largest"], row["printed"]) for row in rows] == [(1.4, 1.4), (2.0, 17.0)]
-    assert rows[0]["lacks"] > 0
+    results = json.loads(path.read_text())["results"]
+    assert [(row["largest"], row["printed"]) for row in results["sizes"]] == [(1.4, 1.4), (2.0, 17.0)]
+    assert results["sizes"][0]["lacks"] > 0
+    assert [(row["system"], row["x"], row["value"]) for row in results["rows"]] == [
+        ("PyTorch", "1", 1.4),
+        ("L2L", "1", 2.0),
+    ]
 
 
 def test_the_page_runs(capsys):
@@ -69,3 +73,8 @@ def test_the_page_runs(capsys):
     code = page.split("```python\n")[1].split("```")[0]
     exec(compile(code, "docs/baselines.md", "exec"), {})
     assert "fits: True" in capsys.readouterr().out
+
+
+def test_our_own_engine_runs_on_slices():
+    whole, cut = (predict("zofftk", ladder()[1.4], V100, slices=slices) for slices in (1, 2))
+    assert sum(cut.host_bytes.values()) == pytest.approx(sum(whole.host_bytes.values()) / 2, rel=0.05)

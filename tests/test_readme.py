@@ -44,6 +44,8 @@ def test_commands_exist():
     assert all(command in help_text for command in commands)
     for experiment in re.findall(r"`python -m experiments (\w+)`", README):
         assert (ROOT / "experiments" / f"{experiment}.py").is_file()
+    for package in re.findall(r"^python -m (\w+)", README, re.MULTILINE):
+        assert (ROOT / package / "__main__.py").is_file()
 
 
 def test_files_it_links_to_exist():

@@ -1,0 +1,113 @@
+"""Figures 7 to 11 and 14: a bar for each system and place is ours, a dark mark on it the paper's value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from paper_figures.frames import OOM, number
+from paper_figures.style import BLACK, look_of
+
+X_LABELS = {"params": "parameters", "gpus": "GPUs", "batch": "batch size"}
+GROUP = 0.86  # of the room of a place, which its bars share
+
+
+PAPERS = "the paper's value, with our error"
+
+
+def draw_bars(values: pd.DataFrame, *, title: str, y_label: str, log: bool = False) -> Figure:
+    """`values` is a joined frame with one x_name."""
+    systems, places = list(dict.fromkeys(values["system"])), list(dict.fromkeys(values["x"]))
+    figure = Figure(figsize=(max(6.4, 0.26 * len(systems) * len(places) + 1.6), 4.2), layout="constrained")
+    axes = figure.subplots()
+    _draw_panel(axes, values, log=log)
+    axes.set_ylabel(y_label)
+    axes.set_title(title, loc="left")
+    _legend(figure, systems, PAPERS)
+    return figure
+
+
+def draw_panels(panels: Mapping[str, pd.DataFrame], *, title: str, y_label: str, mark: str) -> Figure:
+    """One below the other; `mark` says what stands where the paper's value does elsewhere."""
+    figure = Figure(figsize=(9, 2.6 * len(panels) + 1.2), layout="constrained")
+    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (name, values) in zip(grid, panels.items(), strict=True):
+        _draw_panel(axes, values, log=False)
+        axes.set_ylabel(y_label)
+        axes.set_title(name, loc="left", fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    systems = dict.fromkeys(system for values in panels.values() for system in values["system"])
+    _legend(figure, list(systems), mark)
+    return figure
+
+
+def _draw_panel(axes: Axes, values: pd.DataFrame, *, log: bool) -> None:
+    values = values.drop_duplicates(["system", "x"])
+    systems, places = list(dict.fromkeys(values["system"])), list(dict.fromkeys(values["x"]))
+    low, high = _range(values, log)
+    width = GROUP / len(systems)
+    for number_, system in enumerate(systems):
+        of_system = values[values["system"] == system].set_index("x")
+        for place, x in enumerate(places):
+            if x in of_system.index:
+                middle = place + (number_ - (len(systems) - 1) / 2) * width
+                _draw_one(axes, of_system.loc[x], middle, width, look_of(system, number_), low)
+    axes.set_xticks(range(len(places)), places)
+    axes.set_xlim(-0.6, len(places) - 0.4)
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(low, high)
+    axes.set_xlabel(X_LABELS.get(values["x_name"].iloc[0], values["x_name"].iloc[0]))
+
+
+def _range(values: pd.DataFrame, log: bool) -> tuple[float, float]:
+    every = pd.concat([number(values["ours"]), number(values["paper"])]).dropna()
+    if log:
+        return every.min() / 1.6, every.max() * 2.2
+    return 0.0, every.max() * 1.18
+
+
+def _draw_one(axes: Axes, value: pd.Series, middle: float, width: float, look: tuple[str, str], low: float) -> None:
+    ours, papers, error = pd.to_numeric(value[["ours", "paper", "error"]], errors="coerce")
+    colour, hatch = look
+    top = low
+    if pd.notna(ours):
+        # What was fitted on the paper's value has a dotted frame: its error proves nothing.
+        line = ":" if value["used_in_calibration"] is True else "-"
+        axes.bar(middle, ours - low, 0.92 * width, low, color=colour, hatch=hatch, edgecolor="black", lw=0.5, ls=line)
+        top = ours
+    if pd.notna(papers):
+        axes.plot([middle - width / 2, middle + width / 2], [papers, papers], color="white", lw=3.2, zorder=3)
+        axes.plot([middle - width / 2, middle + width / 2], [papers, papers], color=BLACK, lw=1.8, zorder=4)
+        top = max(top, papers)
+    says = _label(value, error)
+    if says:
+        axes.annotate(
+            says, (middle, top), (0, 3), textcoords="offset points", rotation=90, ha="center", va="bottom", fontsize=6
+        )
+
+
+def _label(value: pd.Series, error: float) -> str:
+    """The error, or who has no room."""
+    if value["ours"] == OOM and value["paper"] == OOM:
+        return "OOM, both"
+    if value["ours"] == OOM:
+        return "OOM" if pd.isna(value["paper"]) else "OOM here"
+    if value["paper"] == OOM:
+        return "OOM in the paper"
+    return f"{error:+.0%}" if pd.notna(error) else ""
+
+
+def _legend(figure: Figure, systems: list[str], mark: str) -> None:
+    handles: list = []
+    for number_, system in enumerate(systems):
+        colour, hatch = look_of(system, number_)
+        handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=system))
+    handles.append(Line2D([], [], color=BLACK, lw=1.8, label=mark))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
