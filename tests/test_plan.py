@@ -371,3 +371,23 @@ def test_any_module_with_a_loss_of_its_own():
     assert (found.layers, found.num_params) == (3, 6 * 65 * 64)
     recomputed = plan(source, V100, Setting(micro_batch=8, recompute=True), searches=False)
     assert recomputed.step.flops > found.step.flops
+
+
+def test_late_values_go_up_in_the_order_in_which_they_are_awaited():
+    """Behind forward that is the first layers' first, inside backward the last ones'; so the delay costs nothing."""
+    config = dataclasses.replace(CONFIG, layers=12)
+    trials = Trials(small_source(config), V100)
+    order = {}
+    for policy in ("synchronous, behind forward", "delayed, behind forward", "delayed, inside backward"):
+        setting = dataclasses.replace(SETTING, policy=policy, bucket_bytes=128 * 1024)
+        ups = [span.label for span in trials.timeline(setting).spans if span.label.startswith("up: bucket ")]
+        numbers = [int(label.removeprefix("up: bucket ")) for label in ups]
+        order[policy] = numbers[-len(set(numbers)) :]
+    assert order["delayed, behind forward"] == order["synchronous, behind forward"] == sorted(numbers_of(order))[::-1]
+    assert order["delayed, inside backward"] == sorted(numbers_of(order))
+    late, own = (trials.step(dataclasses.replace(SETTING, policy=policy)).step_ns for policy in list(order)[1::-1])
+    assert late <= own
+
+
+def numbers_of(order):
+    return set(order["synchronous, behind forward"])
