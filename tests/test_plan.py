@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from zofftk.errors import InputError
@@ -14,8 +15,11 @@ from zofftk.gpt import GPT
 from zofftk.gpt_config import GPTConfig
 from zofftk.plan import Plan, Setting, Source, plan
 from zofftk.plan.memory import ACCUMULATORS, GRADIENTS, LATE, LINK, MASTERS
+from zofftk.plan.nearest import can_share
+from zofftk.plan.report import print_plan
 from zofftk.plan.search import largest_fitting
 from zofftk.plan.setting import POLICIES
+from zofftk.plan.sources import preset_source
 from zofftk.plan.step_parts import divide
 from zofftk.plan.trials import SHALLOW, Trials
 from zofftk.profile import load_profile
@@ -222,7 +226,65 @@ def test_what_fits_instead_really_fits():
         if recompute is not None:
             assert (nearest.setting.recompute, nearest.setting.micro_batch) == (recompute, micro_batch)
         else:
-            assert nearest.setting.sequences_per_step >= 32 > nearest.setting.micro_batch
+            assert nearest.setting.micro_batch < 32 <= nearest.setting.sequences_per_step
+            assert nearest.setting.sequences_per_step < 32 + nearest.setting.backwards
+
+
+def test_where_the_device_is_the_host_their_memory_is_the_same():
+    """Each alone would have room; together they have not."""
+    alone = Trials(small_source(), machine()).memory(SETTING)
+    device_bytes, host_bytes = alone.device.total_bytes, alone.host.total_bytes
+    for share, fits in ((1.01, True), (0.99, False)):
+        both = share * (device_bytes + host_bytes)
+        profile = machine(device_bytes=both, host_bytes=both, is_host=True)
+        memory = Trials(small_source(), profile).memory(SETTING)
+        assert memory.device.fits
+        assert memory.host.fits
+        assert memory.fits is fits
+        assert memory.host_total_bytes == device_bytes + host_bytes
+    profile = machine(device_bytes=3 * both, host_bytes=3 * both, is_host=True)
+    found = plan(small_source(), profile, SETTING)
+    assert Plan.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    trials = Trials(small_source(), profile)
+    for name, largest in (("micro_batch", found.largest_micro_batch), ("layers", found.largest_layers)):
+        for number, fits in ((largest, True), (largest + 1, False)):
+            if name == "layers":
+                assert trials.memory(SETTING, number).fits is fits
+            else:
+                assert trials.memory(dataclasses.replace(SETTING, micro_batch=number)).fits is fits
+    two = plan(small_source(), profile, dataclasses.replace(SETTING, ranks=2), searches=False)
+    assert two.memory.devices_in_host == 2  # processes of the same machine, each with a part of it
+    assert two.memory.device.capacity_bytes == pytest.approx(1.5 * both)
+
+
+def test_what_fits_nowhere_is_said_to(capsys):
+    profile = machine(device_bytes=0.001 * GIB + 100_000)  # beside what is reserved
+    found = plan(small_source(), profile, dataclasses.replace(SETTING, micro_batch=1), searches=False)
+    assert not found.fits
+    assert found.nearest is None
+    print_plan(found, Console(width=100))
+    assert "nothing that was tried fits" in capsys.readouterr().out
+
+
+def test_heads_are_not_cut():
+    source = preset_source("tiny")  # of 4 heads
+    assert [can_share(source, source.default, tp) for tp in (2, 4, 8)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"micro_batch": 1.5}, {"ranks": True}, {"seq": "64"}, {"tp": None}, {"recompute": "no"}, {"bucket_bytes": 0}],
+)
+def test_numbers_of_a_setting_are_whole(wrong):
+    with pytest.raises(InputError, match=f"{next(iter(wrong))}: expected"):
+        Setting(**wrong)
+
+
+def test_where_a_search_ends_is_no_finding(capsys):
+    found = plan(small_source(), machine(), SETTING)
+    assert found.largest_layers == 128
+    print_plan(found, Console(width=100))
+    assert "at least 128 layers" in capsys.readouterr().out
 
 
 def test_a_model_that_fits_nowhere_becomes_a_smaller_one():
@@ -309,3 +371,23 @@ def test_any_module_with_a_loss_of_its_own():
     assert (found.layers, found.num_params) == (3, 6 * 65 * 64)
     recomputed = plan(source, V100, Setting(micro_batch=8, recompute=True), searches=False)
     assert recomputed.step.flops > found.step.flops
+
+
+def test_late_values_go_up_in_the_order_in_which_they_are_awaited():
+    """Behind forward that is the first layers' first, inside backward the last ones'; so the delay costs nothing."""
+    config = dataclasses.replace(CONFIG, layers=12)
+    trials = Trials(small_source(config), V100)
+    order = {}
+    for policy in ("synchronous, behind forward", "delayed, behind forward", "delayed, inside backward"):
+        setting = dataclasses.replace(SETTING, policy=policy, bucket_bytes=128 * 1024)
+        ups = [span.label for span in trials.timeline(setting).spans if span.label.startswith("up: bucket ")]
+        numbers = [int(label.removeprefix("up: bucket ")) for label in ups]
+        order[policy] = numbers[-len(set(numbers)) :]
+    assert order["delayed, behind forward"] == order["synchronous, behind forward"] == sorted(numbers_of(order))[::-1]
+    assert order["delayed, inside backward"] == sorted(numbers_of(order))
+    late, own = (trials.step(dataclasses.replace(SETTING, policy=policy)).step_ns for policy in list(order)[1::-1])
+    assert late <= own
+
+
+def numbers_of(order):
+    return set(order["synchronous, behind forward"])

@@ -46,8 +46,11 @@ def build():
 def broken():
     raise RuntimeError("no such thing")
 
-def number():
+def number(*args):
     return 3
+
+def frozen():
+    return Model().requires_grad_(False)
 """
 
 
@@ -111,7 +114,16 @@ MISTAKES = {
     "ranks": (["tiny", "--ranks", "3", "--tp", "2"], "--ranks: expected a multiple of the 2 of --tp, got 3"),
     "tp": (["tiny", "--tp", "8"], "tp: expected a divisor of the 4 heads, got 8"),
     "tp of a function": (["own_model:build", "--tp", "2"], "tp: expected 1, only the layers of presets can be cut"),
-    "micro-batch": (["tiny", "--micro-batch", "0"], "micro_batch: expected a whole number of at least 1, got 0"),
+    "micro-batch": (["tiny", "--micro-batch", "0"], "--micro-batch: expected a whole number of at least 1, got 0"),
+    "far too much": (["tiny", "--micro-batch", str(10**20)], "micro_batch: expected a whole number of at least 1 and"),
+    "bucket": (["tiny", "--bucket-mib", "nan"], "--bucket-mib: expected a number above 0, got nan"),
+    "nothing": ([""], "model: expected one of tiny, "),
+    "nothing is trained": (
+        ["own_model:frozen"],
+        "own_model:frozen: a dry run of it, on tensors without values, failed",
+    ),
+    "no loss": (["own_model:build", "--loss", "own_model:number"], "own_model:build: a dry run of it"),
+    "loss without function": (["own_model:build", "--loss", "loss"], "--loss: expected module:function, got 'loss'"),
     "policy": (["tiny", "--policy", "delayed, inside backward", "--ranks", "2"], "needs one rank and one backward"),
     "loss": (["tiny", "--loss", "own_model:build"], "--loss: expected module:function as the model with it"),
     "json": (["tiny", "--quick", "--json", "own_model.py/plan.json"], "--json: own_model.py/plan.json"),
@@ -166,7 +178,8 @@ def test_one_warning_where_the_host_runs_out(monkeypatch, caplog):
             zofftk.OffloadAdamW(model.parameters()).close()
         found = [record.getMessage() for record in caplog.records if "run out of memory" in record.getMessage()]
         assert len(found) == warns
-        assert all("GiB of host memory, of which 0.0 can be had" in text and "What helps" in text for text in found)
+        assert all("needs 3.5 MiB of host memory, of which 1.8 MiB can be had" in text for text in found)
+        assert all("What helps" in text for text in found)
 
 
 def test_control_groups_count(tmp_path):

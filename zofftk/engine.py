@@ -312,7 +312,7 @@ class Engine:
         if not self.policy.is_late:
             self.exchange(take_kept(self.policy))  # loaded from a run that was late
         norm = clipping.global_norm([managed.gathered_square_sum for managed in live])
-        updates = self._updates(live, hypers, norm, beside=early or self.policy.is_late) if math.isfinite(norm) else []
+        updates = self._updates(live, hypers, norm, early=early) if math.isfinite(norm) else []
         self._has_met = math.isfinite(norm)  # else there still is what all have to drop
         self.inside.end_step(live)
         self.exchange(self.policy.exchange(updates), early=early)
@@ -331,7 +331,7 @@ class Engine:
             self.way_up.watch(self.managed[index])
 
     def _updates(
-        self, live: Sequence[Managed], hypers: Mapping[int, Hyper], norm: float, *, beside: bool
+        self, live: Sequence[Managed], hypers: Mapping[int, Hyper], norm: float, *, early: bool
     ) -> list[Update]:
         """Start the update of every bucket on the host; beside compute, it leaves a core."""
         coefficient = clipping.coefficient(norm, self.config.max_grad_norm) / self.loss_scale
@@ -339,10 +339,10 @@ class Engine:
             managed.step += 1
             managed.filled.update(hypers[managed.index].states)
             managed.square_sum = managed.gathered_square_sum  # what is left of the gradient once it is used
-        threads = max(1, self.threads - 1) if beside else self.threads
-        # What comes late is exchanged behind backward, which begins with the last layers; forward needs the first ones.
-        buckets = self.buckets if self.policy.is_late else reversed(self.buckets)
-        started = [self._update(bucket, hypers, coefficient, threads) for bucket in buckets]
+        threads = max(1, self.threads - 1) if early or self.policy.is_late else self.threads
+        # Backward begins with the last layers, forward with the first: late values go up in the order they are awaited.
+        step = -1 if not self.policy.is_late or (early and not self.inside.needs_each) else 1
+        started = [self._update(bucket, hypers, coefficient, threads) for bucket in self.buckets[::step]]
         for managed in live:
             managed.gathered, managed.elsewhere, managed.round = Gathered.SPENT, False, -1
             self.outstanding[managed.index] = 0

@@ -21,7 +21,7 @@ from zofftk.threads import ranks_on_host
 
 logger = logging.getLogger("zofftk")
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 STATISTICS_BYTES = 8  # for each block of a gradient
 
 
@@ -70,11 +70,11 @@ def warn_if_short(params: Sequence[torch.Tensor], config: OffloadConfig, num_sta
     place = local_of(real[0]).device
     short = []
     if needs.host_bytes > (free := available_memory()):
-        short.append(f"{_gib(needs.host_bytes)} GiB of host memory, of which {_gib(free)} can be had")
+        short.append(f"{_size(needs.host_bytes)} of host memory, of which {_size(free)} can be had")
     if place.type == "cuda":
         free = torch.cuda.mem_get_info(place)[0] + _cached_bytes(place)
         if needs.device_bytes > free:
-            short.append(f"{_gib(needs.device_bytes)} GiB on {place}, of which {_gib(free)} are free")
+            short.append(f"{_size(needs.device_bytes)} on {place}, of which {_size(free)} are free")
     if short:
         logger.warning(
             "this training is likely to run out of memory: the optimizer needs %s, activations not counted. What "
@@ -89,5 +89,5 @@ def _cached_bytes(place: torch.device) -> int:
     return torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.1f}"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:,.1f} MiB"

@@ -8,7 +8,6 @@ otherwise, as its comment says.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -96,6 +95,7 @@ class Profile:
         )
 
 
+MOST = 1e15  # of any number of a profile, in its unit: what lies above is a slip
 _SECTIONS: dict[str, type[Any]] = {"gpu": Gpu, "link": Link, "host": Host, "interconnect": Interconnect}
 _MAY_BE_0 = {"reserved_gib", "half_intensity", "kernel_us", "latency_us", "task_us", "attention_tflops"}
 _AT_MOST_1 = {"max_efficiency", "memory_efficiency"}
@@ -153,6 +153,9 @@ def parse_profile(values: dict[str, Any]) -> Profile:
     if not isinstance(values["name"], str):
         raise InputError(f"name: expected a text, got {values['name']!r}")
     sections = {key: _section(key, kind, values[key]) for key, kind in _SECTIONS.items()}
+    gpu = sections["gpu"]
+    if gpu.reserved_gib >= gpu.memory_gib:
+        raise InputError(f"gpu.reserved_gib: expected less than the {gpu.memory_gib} of memory, got {gpu.reserved_gib}")
     return Profile(name=values["name"], **sections)
 
 
@@ -186,7 +189,7 @@ def _check_bool(place: str, value: Any) -> None:
 
 def _check_number(place: str, name: str, value: Any, *, whole: bool) -> None:
     kinds = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) <= MOST:
         raise InputError(f"{place}: expected a {'whole ' if whole else ''}number, got {value!r}")
     if value < 0 or (value == 0 and name not in _MAY_BE_0):
         raise InputError(f"{place}: expected a number above 0, got {value!r}")

@@ -115,7 +115,7 @@ class Plan:
 
 def _memory(values: Mapping[str, Any]) -> Memory:
     lists = {place: MemoryList(**_fields(MemoryList, values[place])) for place in ("device", "host")}
-    return Memory(**lists, num_params=values["num_params"])
+    return Memory(**lists, num_params=values["num_params"], devices_in_host=values.get("devices_in_host", 0))
 
 
 def _step(values: Mapping[str, Any]) -> StepParts:

@@ -57,7 +57,8 @@ class Comparison:
         if setting.bucket_bytes is not None:
             slots = known.device.items[SLOTS]
             on_device = max(0, 4 * setting.bucket_bytes - slots)  # three slots, and what waits for the first to fill
-        return known.host.free_bytes >= on_host and known.device.free_bytes >= on_device
+        in_host = known.devices_in_host * on_device
+        return known.host_free_bytes >= on_host + in_host and known.device.free_bytes >= on_device
 
     def choose(self, settings: Iterable[Setting], what: str) -> None:
         """Go on with the quickest of these, if it is quicker than the best so far."""
@@ -105,6 +106,9 @@ def complete(trials: Trials, start: Setting, found: Found, largest_micro_batch: 
     comparison = Comparison(trials, start, found)
     best = found.best.setting
     if largest_micro_batch and largest_micro_batch > start.micro_batch and best.recompute == start.recompute:
-        comparison.choose([replace(best, micro_batch=largest_micro_batch)], "a micro-batch of {0.micro_batch}")
+        # Larger buckets can take the room of the last sequence.
+        larger = replace(best, micro_batch=largest_micro_batch)
+        either = dict.fromkeys((larger, replace(larger, bucket_bytes=start.bucket_bytes)))
+        comparison.choose(either, "a micro-batch of {0.micro_batch}")
     comparison.end()
     return comparison.found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,13 @@ def setting_of(options: argparse.Namespace, default: Setting) -> Setting:
     if ranks < 1 or ranks % options.tp:
         raise InputError(f"--ranks: expected a multiple of the {options.tp} of --tp, got {ranks}")
     if options.bucket_mib is not None:
+        if not (isfinite(options.bucket_mib) and options.bucket_mib * MIB >= 1):
+            raise InputError(f"--bucket-mib: expected a number above 0, got {options.bucket_mib}")
         given["bucket_bytes"] = round(options.bucket_mib * MIB)
     given = {name: value for name, value in given.items() if value is not None}
+    for name, option in (("micro_batch", "--micro-batch"), ("backwards", "--backwards"), ("seq", "--seq-len")):
+        if given.get(name, 1) < 1:
+            raise InputError(f"{option}: expected a whole number of at least 1, got {given[name]}")
     return replace(default, **given, tp=options.tp, ranks=ranks // options.tp)
 
 

@@ -64,4 +64,5 @@ def deeper(few: Shallow, more: Shallow, layers: int) -> Memory:
     items = {**device.items, ACTIVATIONS: highest[0], GRADIENTS: highest[1]}
     device = replace(device, items={name: nbytes for name, nbytes in items.items() if nbytes})
     host = along(few.memory.host, more.memory.host)
-    return Memory(device, host, continued(few.memory.num_params, more.memory.num_params))
+    num_params = continued(few.memory.num_params, more.memory.num_params)
+    return Memory(device, host, num_params, few.memory.devices_in_host)

@@ -19,6 +19,7 @@ from zofftk.plan.sources import Source, preset_source
 from zofftk.presets import PRESETS
 
 LONGEST_DEFAULT = 1024  # tokens, where a configuration allows more
+LONGEST_SAID = 300  # characters
 
 
 def find_source(model: str, loss: str | None = None) -> Source:
@@ -34,7 +35,7 @@ def find_source(model: str, loss: str | None = None) -> Source:
             raise InputError(f"--loss: expected module:function as the model with it, got the preset {model}")
         return preset_source(model)
     path = Path(model)
-    if path.suffix == ".json" or path.is_dir():
+    if model and (path.suffix == ".json" or path.is_dir()):
         return hf_source(path / "config.json" if path.is_dir() else path, _function(loss, "--loss") if loss else None)
     if ":" in model:
         build = _function(model, "model")
@@ -77,14 +78,16 @@ def hf_source(path: Path, loss: Callable[..., torch.Tensor] | None = None) -> So
 
 
 def _function(name: str, what: str) -> Callable[..., Any]:
-    module_name, _, function = name.partition(":")
+    module_name, colon, function = name.partition(":")
+    if not (module_name and colon and function):
+        raise InputError(f"{what}: expected module:function, got {name!r}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module of the user's raises what it likes
-        raise InputError(f"{what}: {name}: cannot import {module_name}: {_said(error)}") from error
+        raise InputError(f"{what}: {name}: cannot import {module_name}: {said(error)}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise InputError(f"{what}: expected module:function, {module_name} has no function {function!r}")
@@ -97,8 +100,10 @@ def _built(make: Callable[[], Source], name: str) -> Source:
     except InputError:
         raise
     except Exception as error:  # code of the user's, or a configuration with a wrong value
-        raise InputError(f"model: {name}: cannot be built: {_said(error)}") from error
+        raise InputError(f"model: {name}: cannot be built: {said(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+def said(error: Exception) -> str:
+    """What an error of other people's code says, in one line that can be read."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= LONGEST_SAID else text[:LONGEST_SAID] + ' ...'}"

@@ -49,15 +49,25 @@ class Memory:
     device: MemoryList
     host: MemoryList
     num_params: int  # trained, of one device
+    devices_in_host: int = 0  # whose memory is the host's own: a CPU that trains
+
+    @property
+    def host_total_bytes(self) -> int:
+        """With what devices take of it."""
+        return self.host.total_bytes + self.devices_in_host * self.device.total_bytes
+
+    @property
+    def host_free_bytes(self) -> int:
+        return self.host.capacity_bytes - self.host_total_bytes
 
     @property
     def fits(self) -> bool:
-        return self.device.fits and self.host.fits
+        return self.device.fits and self.host_free_bytes >= 0
 
     @property
     def free_share(self) -> float:
         """Of what there is, on the device or the host, whichever has less left; below 0: so much is missing."""
-        return min(each.free_bytes / each.capacity_bytes for each in (self.device, self.host))
+        return min(self.device.free_bytes / self.device.capacity_bytes, self.host_free_bytes / self.host.capacity_bytes)
 
 
 def memory_of(rehearsal: Rehearsal, rule: Rule, *, is_late: bool) -> Memory:
@@ -69,6 +79,7 @@ def memory_of(rehearsal: Rehearsal, rule: Rule, *, is_late: bool) -> Memory:
         device=MemoryList(_device_items(rehearsal), round(profile.gpu.memory_gib * GIB)),
         host=MemoryList(host, round(profile.host.memory_gib * GIB), rehearsal.device.locked_bytes * ranks_here),
         num_params=num_params(rehearsal),
+        devices_in_host=ranks_here if profile.gpu.is_host else 0,
     )
 
 

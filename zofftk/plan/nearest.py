@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from zofftk.plan.answer import Alternative
 from zofftk.plan.memory import ACTIVATIONS
-from zofftk.plan.search import largest_fitting
+from zofftk.plan.search import largest_fitting, most_layers
 from zofftk.plan.setting import Setting
+from zofftk.plan.sources import Source
 from zofftk.plan.trials import TORCH_DTYPES, Trials
 from zofftk.virtual.dry_run import GIB
 
 STATE_BYTES = 12  # of a parameter on the host: fp32 master and both moments
 MOST_HOSTS = 64
 SHALLOW = 6  # layers
-MOST_LAYERS, MOST_TIMES = 128, 4  # nobody trains a model of many more layers
 
 
 def nearest_fitting(trials: Trials, setting: Setting) -> Alternative | None:
@@ -33,7 +33,13 @@ def could_fit(trials: Trials, setting: Setting, layers: int | None = None) -> bo
     devices_here = min(setting.ranks * setting.tp, profile.interconnect.devices_per_host)
     on_device = params * itemsize / GIB + profile.gpu.reserved_gib
     on_host = params / setting.ranks * (STATE_BYTES + itemsize) * devices_here / GIB
+    on_host += on_device * devices_here if profile.gpu.is_host else 0
     return on_device <= profile.gpu.memory_gib and on_host <= profile.host.memory_gib
+
+
+def can_share(source: Source, setting: Setting, tp: int) -> bool:
+    """Its layers can be cut over so many devices."""
+    return source.can_slice and not setting.seq % tp and not (source.heads or 1) % tp
 
 
 def _others(trials: Trials, setting: Setting) -> Iterator[tuple[Setting, str]]:
@@ -52,21 +58,22 @@ def _smaller_micro_batch(trials: Trials, setting: Setting, with_recomputation: b
     if setting.micro_batch == 1 or not (largest := largest_micro_batch(trials, setting)):
         return
     backwards = -(-setting.micro_batch * setting.backwards // largest)
+    even = -(-setting.micro_batch * setting.backwards // backwards)  # about as many sequences a step as were asked
     # The sum of several gradients takes 4 more bytes a parameter of the host.
-    reason = f"with a micro-batch of {largest}" + (" and recomputation" if with_recomputation else "")
+    also = " and recomputation" if with_recomputation else ""
     policy = setting.policy if setting.ranks == 1 and backwards == 1 else setting.policy.replace("inside", "behind")
     policy = policy.replace("behind backward", "behind forward")
-    together = f"{reason}, {backwards} of them a step"
-    yield replace(setting, micro_batch=largest, backwards=backwards, policy=policy), together
-    yield replace(setting, micro_batch=largest), f"{reason}, and as many fewer sequences a step"
+    together = f"with a micro-batch of {even}{also}, {backwards} of them a step"
+    yield replace(setting, micro_batch=even, backwards=backwards, policy=policy), together
+    fewer = replace(setting, micro_batch=largest)
+    yield fewer, f"with a micro-batch of {largest}{also}, {fewer.sequences_per_step} sequences a step"
 
 
 def _more_devices(trials: Trials, setting: Setting) -> Iterator[tuple[Setting, str]]:
     """First those that share layers, on one host; then more hosts, which share the states."""
     here = trials.profile.interconnect.devices_per_host
-    default = trials.source.default
     for tp in (2, 4, 8, 16):
-        if not trials.source.can_slice or tp <= setting.tp or tp > here or default.seq % tp or setting.seq % tp:
+        if tp <= setting.tp or tp > here or not can_share(trials.source, setting, tp):
             continue
         yield replace(setting, tp=tp), f"with each layer shared by {tp} devices (--tp {tp})"
         if setting.micro_batch > 1:
@@ -95,23 +102,25 @@ def largest_model(trials: Trials, setting: Setting) -> int | None:
         return None
     guess = _layers_by_parameters(trials, setting)
     # A shallow model is quick to try, and the line through both points at the end.
-    most = max(MOST_LAYERS, MOST_TIMES * trials.source.layers)
+    most = most_layers(trials.source.layers)
     second = SHALLOW if guess > SHALLOW else None
     return largest_fitting(lambda layers: trials.memory(setting, layers).free_share, guess, second=second, most=most)
 
 
 def largest_micro_batch(trials: Trials, setting: Setting) -> int | None:
-    """That fits with all else as it is; the host's bytes do not depend on it."""
+    """That fits with all else as it is; the host's own bytes do not depend on it."""
     if not could_fit(trials, setting):
         return None
     own = trials.memory(setting)
     if not own.host.fits:
         return None
+    in_host = own.devices_in_host
     activations = max(1, own.device.items.get(ACTIVATIONS, 1))
     second = max(1, int(setting.micro_batch * (activations + own.device.free_bytes) / activations))
 
     def free(micro_batch: int) -> float:
-        return trials.memory(replace(setting, micro_batch=micro_batch)).device.free_bytes
+        memory = trials.memory(replace(setting, micro_batch=micro_batch))
+        return memory.host_free_bytes if in_host else memory.device.free_bytes
 
     return largest_fitting(free, setting.micro_batch, second=second if second != setting.micro_batch else None)
 

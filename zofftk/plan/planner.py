@@ -11,7 +11,7 @@ from zofftk.plan.answer import Plan
 from zofftk.plan.assumed import assumed_numbers
 from zofftk.plan.beside import beside
 from zofftk.plan.best import LIKELY, compare, complete, with_buckets, with_policies
-from zofftk.plan.finding import find_source
+from zofftk.plan.finding import find_source, said
 from zofftk.plan.nearest import largest_micro_batch, largest_model, nearest_fitting
 from zofftk.plan.setting import Setting
 from zofftk.plan.sources import Source
@@ -46,8 +46,16 @@ def plan(
     profile = machine if isinstance(machine, Profile) else load_profile(machine)
     setting = setting or source.default
     check_setting(source, profile, setting)
+    profile = profile.shared_by(setting.ranks * setting.tp)
     trials = Trials(source, profile)
-    return _answer(trials, setting, _assumed(machine, source), searches, started_s)
+    try:
+        return _answer(trials, setting, _assumed(machine, source), searches, started_s)
+    except Exception as error:
+        if isinstance(error, InputError) or source.is_ours:
+            raise
+        raise InputError(
+            f"model: {source.name}: a dry run of it, on tensors without values, failed: {said(error)}"
+        ) from error
 
 
 def check_setting(source: Source, profile: Profile, setting: Setting) -> None:
@@ -58,17 +66,10 @@ def check_setting(source: Source, profile: Profile, setting: Setting) -> None:
         raise InputError(f"tp: expected 1, only the layers of presets can be cut, got {setting.tp}")
     if source.max_seq is not None and setting.seq > source.max_seq:
         raise InputError(f"seq: expected at most {source.max_seq}, the longest the model knows, got {setting.seq}")
-    if source.can_slice and setting.tp > 1:
-        heads = _heads(source.name)
-        for number, what in ((heads, "heads"), (setting.seq, "tokens")):
+    if setting.tp > 1:
+        for number, what in ((source.heads or 1, "heads"), (setting.seq, "tokens")):
             if number % setting.tp:
                 raise InputError(f"tp: expected a divisor of the {number} {what}, got {setting.tp}")
-
-
-def _heads(preset: str) -> int:
-    from zofftk.presets import find_preset
-
-    return find_preset(preset).model.heads
 
 
 def _assumed(machine: str | os.PathLike[str] | Profile, source: Source) -> tuple[str, ...]:

@@ -7,10 +7,11 @@ from rich.table import Table
 
 from zofftk.plan.answer import Alternative, Plan
 from zofftk.plan.memory import MemoryList
-from zofftk.plan.setting import Setting
+from zofftk.plan.search import MOST, most_layers
+from zofftk.plan.setting import POLICIES, Setting
 from zofftk.plan.step_parts import BACKWARD, FORWARD, StepParts
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 _BESIDE = {"pack", "copy back"}  # the device's own work, beside forward and backward
 
 
@@ -20,11 +21,16 @@ def print_plan(plan: Plan, console: Console) -> None:
     _say(console, _verdict(plan))
     console.print(memory_table("one device", plan.memory.device))
     console.print(memory_table("one host, all its devices", plan.memory.host))
+    if plan.memory.devices_in_host:
+        both = _size(plan.memory.host_total_bytes)
+        _say(console, f"device and host are the same memory: {both} of it together")
     if plan.step is not None:
         console.print(step_table(plan.step))
         console.print(stage_table(plan.step))
     if plan.nearest is not None:
         _say(console, f"nearest that fits: {describe_nearest(plan.nearest)}")
+    elif not plan.fits:
+        _say(console, "nothing that was tried fits: neither with more devices nor with a single layer")
     for line in _largest(plan):
         _say(console, line)
     if plan.best is not None:
@@ -63,27 +69,27 @@ def describe_nearest(nearest: Alternative) -> str:
 
 def _verdict(plan: Plan) -> str:
     if plan.fits:
+        if plan.memory.devices_in_host:
+            return f"yes, it fits: {_size(plan.memory.host_free_bytes)} left, the device being the host itself"
         device, host = plan.memory.device, plan.memory.host
-        return f"yes, it fits: {_gib(device.free_bytes)} left on the device, {_gib(host.free_bytes)} on the host"
-    short = [
-        f"{_gib(-each.free_bytes)} too little on the {place}"
-        for place, each in (("device", plan.memory.device), ("host", plan.memory.host))
-        if not each.fits
-    ]
+        return f"yes, it fits: {_size(device.free_bytes)} left on the device, {_size(host.free_bytes)} on the host"
+    left = (("device", plan.memory.device.free_bytes), ("host", plan.memory.host_free_bytes))
+    short = [f"{_size(-nbytes)} too little on the {place}" for place, nbytes in left if nbytes < 0]
     return f"no, it does not fit: {', '.join(short)}"
 
 
 def memory_table(title: str, memory: MemoryList) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("what takes the memory")
-    table.add_column("GiB", justify="right")
+    unit, name_of_unit = (GIB, "GiB") if memory.total_bytes >= GIB else (MIB, "MiB")
+    table.add_column(name_of_unit, justify="right")
     for name, nbytes in memory.items.items():
-        table.add_row(name, f"{nbytes / GIB:,.2f}")
+        table.add_row(name, f"{nbytes / unit:,.2f}")
     table.add_section()
-    table.add_row("in all", f"{memory.total_bytes / GIB:,.2f}")
-    table.add_row("there is", f"{memory.capacity_bytes / GIB:,.2f}")
+    table.add_row("in all", f"{memory.total_bytes / unit:,.2f}")
+    table.add_row("there is", f"{memory.capacity_bytes / unit:,.2f}")
     if memory.locked_bytes:
-        table.add_row("of it page-locked", f"{memory.locked_bytes / GIB:,.2f}")
+        table.add_row("of it page-locked", f"{memory.locked_bytes / unit:,.2f}")
     return table
 
 
@@ -112,15 +118,15 @@ def stage_table(step: StepParts) -> Table:
 
 
 def compared_table(plan: Plan) -> Table:
-    table = Table(title="compared", title_justify="left")
-    table.add_column("update", no_wrap=True)
-    for column in ("bucket", "batch", "recompute", "ms a step", "a sequence", "fits"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(title="compared; times in ms", title_justify="left", padding=(0, 1, 0, 0))  # 80 columns wide
+    table.add_column("update", min_width=max(map(len, POLICIES)))
+    for column in ("bucket", "batch", "again", "a step", "a sequence", "fits"):
+        table.add_column(column, justify="right")
     for each in plan.compared:
         setting = each.setting
         table.add_row(
             setting.policy,
-            "engine's" if setting.bucket_mib is None else f"{setting.bucket_mib:.4g} MiB",
+            "own" if setting.bucket_mib is None else f"{setting.bucket_mib:.4g} MiB",
             str(setting.micro_batch),
             "yes" if setting.recompute else "no",
             f"{each.step_ms:,.1f}",
@@ -133,10 +139,13 @@ def compared_table(plan: Plan) -> Table:
 def _largest(plan: Plan) -> list[str]:
     lines = []
     if plan.largest_micro_batch is not None:
-        lines.append(f"largest micro-batch that fits: {plan.largest_micro_batch}")
+        at_least = "at least " if plan.largest_micro_batch >= MOST else ""
+        lines.append(f"largest micro-batch that fits: {at_least}{plan.largest_micro_batch}")
     if plan.largest_layers is not None and plan.largest_params is not None:
         size = _billions(plan.largest_params)
-        lines.append(f"largest model of such layers that fits: {plan.largest_layers} layers, {size} parameters")
+        at_least = "at least " if plan.layers is not None and plan.largest_layers >= most_layers(plan.layers) else ""
+        found = f"{at_least}{plan.largest_layers} layers, {size} parameters"
+        lines.append(f"largest model of such layers that fits: {found}")
     return lines
 
 
@@ -149,8 +158,8 @@ def _billions(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.2f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:,.2f} MiB"
 
 
 def _say(console: Console, line: str) -> None:

@@ -6,6 +6,12 @@ import math
 from collections.abc import Callable
 
 MOST = 1 << 20
+MOST_LAYERS, MOST_TIMES = 128, 4  # nobody trains a model of many more layers
+
+
+def most_layers(own: int) -> int:
+    """Where the search for layers ends."""
+    return max(MOST_LAYERS, MOST_TIMES * own)
 
 
 def largest_fitting(

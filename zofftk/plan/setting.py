@@ -20,6 +20,14 @@ POLICIES: dict[str, dict[str, Any]] = {
 ONE_BACKWARD_ALONE = "delayed, inside backward"  # one rank, one backward a step
 
 
+MOST = 1 << 40  # of any number here: what lies above is a slip
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise InputError(f"{name}: expected a whole number of at least 1 and at most 2**40, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One way to train a model.
@@ -51,10 +59,11 @@ class Setting:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "seq", "backwards", "ranks", "tp"):
-            if (value := getattr(self, name)) < 1:
-                raise InputError(f"{name}: expected a whole number of at least 1, got {value}")
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise InputError(f"bucket_bytes: expected 1 byte or more, got {self.bucket_bytes}")
+            _check_whole(name, getattr(self, name))
+        if self.bucket_bytes is not None:
+            _check_whole("bucket_bytes", self.bucket_bytes)
+        if not isinstance(self.recompute, bool):
+            raise InputError(f"recompute: expected True or False, got {self.recompute!r}")
         for name, known in (("dtype", DTYPES), ("policy", POLICIES)):
             if (value := getattr(self, name)) not in known:
                 raise InputError(f"{name}: expected one of {'; '.join(known)}, got {value!r}")

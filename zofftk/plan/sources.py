@@ -33,6 +33,7 @@ class Source:
         loss: makes a batch, calls the model, and returns what backward begins at.
         default: the setting it is trained with unless told otherwise.
         layers: how many it has; None where no list of modules that look alike was found.
+        heads: of its attention, which are not cut; None: not known.
         can_slice: tensor parallelism can cut it.
         can_recompute: its layers can be run again in backward.
         max_seq: tokens of its longest sequence; None: not known.
@@ -44,10 +45,16 @@ class Source:
     loss: Loss
     default: Setting = field(default_factory=Setting)
     layers: int | None = None
+    heads: int | None = None
     can_slice: bool = False
     can_recompute: bool = False
     max_seq: int | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Its code is this package's, and what goes wrong in it is no mistake of the user's."""
+        return self.can_slice
 
     @staticmethod
     def of_function(build: Callable[..., nn.Module], loss: Loss | None = None, name: str = "the model") -> Source:
@@ -84,6 +91,7 @@ def preset_source(name: str) -> Source:
         loss=loss,
         default=default,
         layers=preset.model.layers,
+        heads=preset.model.heads,
         can_slice=True,
         can_recompute=True,
     )
