@@ -81,9 +81,10 @@ def open_sides(numel: int, tensor_numel: int, threads: int) -> Sides:
         FUSED: fused,
         CASTS: fused_and_casts,
     }
-    addresses = [buffer.data_ptr() for buffer in (*flat[:3], half, half)]
+    first, second, third, gradient = (buffer.data_ptr() for buffer in (*flat[:3], half))
+    streamed = first, second, third, gradient, gradient, numel, threads
     for kind in _cpu_adam.roof_kinds():
-        steps[f"{STREAM} {kind}"] = lambda kind=kind: _cpu_adam.roof(kind, *addresses, numel, threads)
+        steps[f"{STREAM} {kind}"] = lambda kind=kind: _cpu_adam.roof(kind, *streamed)
     missing: dict[str, str] = {}
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]

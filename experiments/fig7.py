@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     config = {"profile": options.profile, "assumptions": assumptions}
     results: dict[str, Any] = {
         "rows": [
-            row_of(PRINTED.get(each.system, each.system), "gpus", each.gpus, each.largest, "B params", "simulated")
+            row_of(PRINTED.get(each.system) or each.system, "gpus", each.gpus, each.largest, "B params", "simulated")
             for each in rows
         ],
         "sizes": [vars(row) for row in rows],

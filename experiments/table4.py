@@ -122,7 +122,8 @@ def compare(samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _latency(side: dict[str, Any], size_b: int) -> dict[str, Any]:
-    system = PRINTED.get(side["side"], side["side"])
+    name: str = side["side"]
+    system = PRINTED.get(name, name)
     seconds = side["ns_per_param"] * size_b
     is_measured = side["measured_numel"] == size_b * 1_000_000_000
     return row(system, "params", f"{size_b}B", seconds, "s", "measured", extrapolated=not is_measured)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from paper_figures.frames import OOM, number
+from paper_figures.frames import OOM, Column, Frame, number
 from paper_figures.style import BLACK, look_of
 
 X_LABELS = {"params": "parameters", "gpus": "GPUs", "batch": "batch size"}
@@ -20,7 +20,7 @@ GROUP = 0.86  # of the room of a place, which its bars share
 PAPERS = "the paper's value, with our error"
 
 
-def draw_bars(values: pd.DataFrame, *, title: str, y_label: str, log: bool = False) -> Figure:
+def draw_bars(values: Frame, *, title: str, y_label: str, log: bool = False) -> Figure:
     """`values` is a joined frame with one x_name."""
     systems, places = list(dict.fromkeys(values["system"])), list(dict.fromkeys(values["x"]))
     figure = Figure(figsize=(max(6.4, 0.26 * len(systems) * len(places) + 1.6), 4.2), layout="constrained")
@@ -32,7 +32,7 @@ def draw_bars(values: pd.DataFrame, *, title: str, y_label: str, log: bool = Fal
     return figure
 
 
-def draw_panels(panels: Mapping[str, pd.DataFrame], *, title: str, y_label: str, mark: str) -> Figure:
+def draw_panels(panels: Mapping[str, Frame], *, title: str, y_label: str, mark: str) -> Figure:
     """One below the other; `mark` says what stands where the paper's value does elsewhere."""
     figure = Figure(figsize=(9, 2.6 * len(panels) + 1.2), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -46,7 +46,7 @@ def draw_panels(panels: Mapping[str, pd.DataFrame], *, title: str, y_label: str,
     return figure
 
 
-def _draw_panel(axes: Axes, values: pd.DataFrame, *, log: bool) -> None:
+def _draw_panel(axes: Axes, values: Frame, *, log: bool) -> None:
     values = values.drop_duplicates(["system", "x"])
     systems, places = list(dict.fromkeys(values["system"])), list(dict.fromkeys(values["x"]))
     low, high = _range(values, log)
@@ -66,15 +66,15 @@ def _draw_panel(axes: Axes, values: pd.DataFrame, *, log: bool) -> None:
     axes.set_xlabel(X_LABELS.get(values["x_name"].iloc[0], values["x_name"].iloc[0]))
 
 
-def _range(values: pd.DataFrame, log: bool) -> tuple[float, float]:
+def _range(values: Frame, log: bool) -> tuple[float, float]:
     every = pd.concat([number(values["ours"]), number(values["paper"])]).dropna()
     if log:
         return every.min() / 1.6, every.max() * 2.2
     return 0.0, every.max() * 1.18
 
 
-def _draw_one(axes: Axes, value: pd.Series, middle: float, width: float, look: tuple[str, str], low: float) -> None:
-    ours, papers, error = pd.to_numeric(value[["ours", "paper", "error"]], errors="coerce")
+def _draw_one(axes: Axes, value: Column, middle: float, width: float, look: tuple[str, str], low: float) -> None:
+    ours, papers, error = number(value[["ours", "paper", "error"]])
     colour, hatch = look
     top = low
     if pd.notna(ours):
@@ -93,7 +93,7 @@ def _draw_one(axes: Axes, value: pd.Series, middle: float, width: float, look: t
         )
 
 
-def _label(value: pd.Series, error: float) -> str:
+def _label(value: Column, error: float) -> str:
     """The error, or who has no room."""
     if value["ours"] == OOM and value["paper"] == OOM:
         return "OOM, both"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
+from paper_figures.frames import Frame
 from paper_figures.style import BLACK, BLUE, GREEN, LINES, ORANGE, VERMILION
 
 REFERENCE = "synchronous"
@@ -16,7 +16,7 @@ COLOURS = (BLACK, BLUE, VERMILION, GREEN, ORANGE)
 PAPER_TITLE = "the paper's, digitised"
 
 
-def draw_curves(curves: Sequence[dict[str, Any]], papers: pd.DataFrame, *, title: str) -> Figure:
+def draw_curves(curves: Sequence[dict[str, Any]], papers: Frame, *, title: str) -> Figure:
     """A column for each model, and one for the few points that can be read off the paper's figure."""
     models = list(dict.fromkeys(curve["model"] for curve in curves))
     figure = Figure(figsize=(3.6 * (len(models) + 1), 4.6), layout="constrained")
@@ -49,7 +49,7 @@ def _draw_model(axes, curves: list[dict[str, Any]], labels: list[str], model: st
     axes[1].set_xlabel("step")
 
 
-def _draw_papers(axes, papers: pd.DataFrame) -> None:
+def _draw_papers(axes, papers: Frame) -> None:
     points = papers[papers["x_name"] == "step"]
     axes[0].plot(points["x"].astype(int), points["value"].astype(float), "o-", color=BLACK, mfc="white", lw=0.8)
     axes[0].set_title(PAPER_TITLE, fontsize=9)

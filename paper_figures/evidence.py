@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pandas as pd
-
-from paper_figures.frames import OOM, number, our_frame
+from paper_figures.frames import OOM, Column, number, our_frame
 from paper_figures.records import Records
 
 HOLDS, IN_PART, NOT_REPRODUCED, UNTESTABLE = "holds", "holds in part", "not reproduced", "cannot be tested here"
@@ -29,7 +27,7 @@ class Evidence:
     def results(self, item: str) -> dict:
         return self.records[item]["results"]
 
-    def values(self, item: str, system: str) -> pd.Series:
+    def values(self, item: str, system: str) -> Column:
         """By place; NaN where there is no room."""
         rows = our_frame(self.records[item])
         rows = rows[rows["system"] == system].drop_duplicates("x").set_index("x")
@@ -39,7 +37,7 @@ class Evidence:
         rows = our_frame(self.records[item])
         return list(rows[(rows["system"] == system) & (rows["value"] == OOM)]["x"])
 
-    def gains(self, item: str, system: str, other: str) -> pd.Series:
+    def gains(self, item: str, system: str, other: str) -> Column:
         """Of one system over another, where both have a value, less 1."""
         return (self.values(item, system) / self.values(item, other) - 1).dropna()
 

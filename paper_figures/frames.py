@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -13,16 +13,19 @@ from paper_figures.records import Record
 PAPER = Path(__file__).parent / "reference" / "paper.csv"
 OOM = "OOM"
 KEYS = ["system", "x_name", "x"]
+# The types that pandas infers for its operations are unions of all that it could give.
+Frame: TypeAlias = Any  # a pandas DataFrame
+Column: TypeAlias = Any  # a pandas Series
 COLUMNS = [*KEYS, "paper", "ours", "error", "unit", "kind", "used_in_calibration", "extrapolated", "source"]
 
 
-def paper_frame(item: str) -> pd.DataFrame:
+def paper_frame(item: str) -> Frame:
     """What the paper prints or shows of an item; values are texts."""
     values = pd.read_csv(PAPER, dtype=str, keep_default_na=False)
     return values[values["item"] == item].drop(columns="item").reset_index(drop=True)
 
 
-def our_frame(record: Record) -> pd.DataFrame:
+def our_frame(record: Record) -> Frame:
     """The rows of a record."""
     found = record["results"]["rows"]
     rows = pd.DataFrame(found) if found else pd.DataFrame(columns=[*KEYS, "value"], dtype=object)
@@ -42,7 +45,7 @@ def _place(x: Any) -> str:
     return str(int(x)) if isinstance(x, float) and x.is_integer() else str(x)
 
 
-def joined(item: str, record: Record) -> pd.DataFrame:
+def joined(item: str, record: Record) -> Frame:
     """The paper's rows in its order, each with ours, then those that only we have.
 
     `error` is ours over the paper's, less 1; NaN where one of them is no number. Raises ValueError where the units of a
@@ -60,11 +63,11 @@ def joined(item: str, record: Record) -> pd.DataFrame:
     return both[COLUMNS].reset_index(drop=True)
 
 
-def _keys(frame: pd.DataFrame) -> list[tuple[str, ...]]:
+def _keys(frame: Frame) -> list[tuple[str, ...]]:
     return list(frame[KEYS].itertuples(index=False, name=None))
 
 
-def _check_units(item: str, both: pd.DataFrame) -> None:
+def _check_units(item: str, both: Frame) -> None:
     differ = both[(both["_merge"] == "both") & (both["unit"] != both["unit_paper"])]
     if len(differ):
         row = differ.iloc[0]
@@ -73,7 +76,7 @@ def _check_units(item: str, both: pd.DataFrame) -> None:
         )
 
 
-def number(values: pd.Series) -> pd.Series:
+def number(values: Column) -> Column:
     """As numbers; NaN where they are none, such as OOM."""
     return pd.to_numeric(values, errors="coerce")
 

@@ -7,6 +7,7 @@ import math
 import pandas as pd
 
 from paper_figures.evidence import HOLDS, IN_PART, NOT_REPRODUCED, UNTESTABLE, Evidence, Judgement, by_all, by_gain
+from paper_figures.frames import Column, Frame
 
 ZERO_OFFLOAD, WITH_MP = "ZeRO-Offload", "ZeRO-Offload with MP"
 SEED_SDS = 2.0  # within so many standard deviations over seeds, two losses are the same
@@ -92,7 +93,7 @@ def crossover(evidence: Evidence) -> Judgement:
 
 
 def cpu_adam(evidence: Evidence) -> Judgement:
-    ns = pd.DataFrame(evidence.results("table4")["sides"]).set_index("side")["ns_per_param"]
+    ns: Column = pd.DataFrame(evidence.results("table4")["sides"]).set_index("side")["ns_per_param"]
     loop, fused = ns["torch loop"] / ns["zofftk"], ns["torch fused + 2 casts"] / ns["zofftk"]
     verdict = HOLDS if loop >= 5 else IN_PART if loop > 1 else NOT_REPRODUCED
     return Judgement(verdict, f"{loop:.1f}x torch's plain loop, {fused:.1f}x its fused one with the casts it needs")
@@ -106,7 +107,7 @@ def delayed_speed(evidence: Evidence) -> Judgement:
 
 def _same(evidence: Evidence, item: str, measure: str) -> Judgement:
     """Of the runs with most seeds: the delay after a warm-up, as in the paper."""
-    found = pd.DataFrame(evidence.results(item)["differences"])
+    found: Frame = pd.DataFrame(evidence.results(item)["differences"])
     found = found[(found["measure"] == measure) & found["update"].str.startswith("delayed after")]
     found = found[found["in_seed_sds"].notna()] if len(found) else found
     if not len(found):

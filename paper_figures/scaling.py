@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures.frames import OOM, number
+from paper_figures.frames import OOM, Frame, number
 from paper_figures.style import BLACK, LINES, look_of
 
 MARKS = ("o", "s", "^", "D")
 
 
-def draw_scaling(values: pd.DataFrame, *, title: str) -> Figure:
+def draw_scaling(values: Frame, *, title: str) -> Figure:
     values = values.drop_duplicates(["system", "x"])
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     of_one, of_all = figure.subplots(1, 2)
@@ -48,7 +47,7 @@ def draw_scaling(values: pd.DataFrame, *, title: str) -> Figure:
     return figure
 
 
-def _say_errors(axes, values: pd.DataFrame) -> None:
+def _say_errors(axes, values: Frame) -> None:
     for _, value in values[values["error"].notna()].iterrows():
         place = (int(value["x"]), max(float(value["ours"]), float(value["paper"])))
         axes.annotate(f"{value['error']:+.0%}", place, (0, 7), textcoords="offset points", ha="center", fontsize=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -41,7 +42,7 @@ _OTHERS = [(GREEN, "||"), (YELLOW, "oo"), (PURPLE, "**"), (ORANGE, "///"), (SKY,
 LINES = ("-", "--", "-.", ":")
 FORMATS = ("png", "svg", "pdf")
 _METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-_RC = {
+_RC: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 9,
     "axes.titlesize": 10,

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
-from paper_figures.frames import number
+from paper_figures.frames import Frame, number
 
 HEAD, ODD = "#d9e6f2", "#f5f5f5"
 ROW_INCHES, COLUMN_INCHES = 0.24, 1.3
@@ -26,7 +27,7 @@ def draw_table(cells: pd.DataFrame, *, title: str, widths: Sequence[float] | Non
         colWidths=[width / sum(widths) for width in widths],
         cellLoc="left",
         loc="upper left",
-        bbox=(0, 0, 1, 1),
+        bbox=Bbox.unit(),
     )
     table.auto_set_font_size(False)
     table.set_fontsize(8)
@@ -45,11 +46,11 @@ def shown(value: object, digits: int = 4) -> str:
     """A number without noise; nothing where there is none."""
     if value is None or (isinstance(value, float) and pd.isna(value)):
         return ""
-    as_number = pd.to_numeric(pd.Series([value]), errors="coerce").iloc[0]
+    as_number = number(pd.Series([value])).iloc[0]
     return str(value) if pd.isna(as_number) else f"{as_number:.{digits}g}"
 
 
-def beside(values: pd.DataFrame, *, system: str, what: str) -> pd.DataFrame:
+def beside(values: Frame, *, system: str, what: str) -> pd.DataFrame:
     """A joined frame as cells."""
     return pd.DataFrame(
         {

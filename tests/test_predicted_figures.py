@@ -157,7 +157,7 @@ def test_a_figure_keeps_rows_that_join_the_papers(monkeypatch, tmp_path, all_fit
     fig9, bar = named("fig9"), named("bars.bar")
     monkeypatch.setattr(named("record"), "RESULTS", tmp_path)
     monkeypatch.setattr(bar.Step, "tflops", lambda step, profile: 26.9)
-    assert fig9.run(argparse.Namespace(paper_only=True)) == 0
+    assert fig9.run(argparse.Namespace(paper_only=True, quick=False)) == 0
     (path,) = tmp_path.rglob("*.json")
     kept = json.loads(path.read_text())
     first = kept["results"]["rows"][0]

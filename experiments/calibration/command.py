@@ -10,9 +10,9 @@ from typing import Any
 
 from experiments.bars.bar import Bar
 from experiments.bars.figures import FIGURES, bars_of
-from experiments.calibration.calibrated import FILE, Calibration, save, start
+from experiments.calibration.calibrated import FILE, Calibration, load, save, start
 from experiments.calibration.fit import fit
-from experiments.calibration.free_numbers import COUNTS, FREE_NUMBERS, ITEMS
+from experiments.calibration.free_numbers import COUNTS, FREE_NUMBERS, ITEMS, FreeNumber
 from experiments.calibration.items import errors_of
 from experiments.paper_values import OOM, paper_values
 from experiments.record import keep
@@ -22,17 +22,19 @@ FEW_ROUNDS = 2  # from the fit on all items, a fit on most of them is near
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-left-out", action="store_true", help="fit only; skip the fits that leave a figure out")
+    parser.add_argument("--quick", action="store_true", help="no fit: the values that are there, and their errors")
 
 
 def run(options: argparse.Namespace) -> int:
-    fitted = fit(start(), errors_of())
-    save(fitted, FILE)
+    if not options.quick:
+        save(fit(start(), errors_of()), FILE)
+    fitted = load()  # rounded, as the figures have it
     print(*table(fitted), sep="\n")
     errors = dict(zip(ITEMS, errors_of()(fitted), strict=True))
     print("\nfitted on, and how far from it (%):")
     for (figure, system, x), error in errors.items():
         print(f"  {figure:7}{system:26}{x:>5}{percent(error):+7.1f}")
-    left_out = {} if options.no_left_out else leave_each_out(fitted)
+    left_out = {} if options.no_left_out or options.quick else leave_each_out(fitted)
     if left_out:
         print("\nmedian absolute error (%) of a figure's bars, fitted on")
         print(f"  {'':8}{'all items':>10}{'those of other figures':>24}")
@@ -40,12 +42,27 @@ def run(options: argparse.Namespace) -> int:
             print(f"  {figure:8}{both['with']:10.1f}{both['without']:24.1f}")
     results = {
         "values": dict(fitted.values),
+        "numbers": [_described(number, fitted.values[number.name]) for number in FREE_NUMBERS],
+        "report": _as_markdown(left_out),
         "items": [{"item": list(item), "error_percent": percent(error)} for item, error in errors.items()],
         "left_out": left_out,
     }
     config = {"table": [vars(number) for number in FREE_NUMBERS], "counts": COUNTS}
     print("record:", keep("calibration", config, [list(item) for item in ITEMS], results))
     return 0
+
+
+def _described(number: FreeNumber, value: float) -> dict[str, Any]:
+    said = {name: getattr(number, name) for name in ("name", "meaning", "unit", "start")}
+    return said | {"value": value, "fitted on": number.fitted_on}
+
+
+def _as_markdown(left_out: Mapping[str, Mapping[str, float]]) -> list[str]:
+    if not left_out:
+        return []
+    head = ["| median absolute error of all bars | fitted on all items | on those of other figures |"]
+    lines = [f"| {name} | {both['with']:.1f} % | {both['without']:.1f} % |" for name, both in left_out.items()]
+    return [*head, "| --- | --- | --- |", *lines]
 
 
 def percent(error: float) -> float:

@@ -33,7 +33,7 @@ class Pretrained:
 
     def build(self, *, topics: int, seed: int, dtype: torch.dtype) -> nn.Module:
         """A classifier: the pre-trained encoder under a new head, whose values depend on the seed alone."""
-        from transformers import BertConfig, BertForSequenceClassification
+        from transformers import BertConfig, BertForSequenceClassification  # pyright: ignore[reportMissingImports]
 
         config: Any = BertConfig(**self.config)
         config.num_labels = topics
@@ -56,8 +56,8 @@ class Pretrained:
 def load_minilm() -> Pretrained:
     """Needs the packages of the extra `experiments`, which InputError names where one is missing."""
     archive = find_archive()
-    from safetensors.torch import load
-    from tokenizers import Tokenizer
+    from safetensors.torch import load  # pyright: ignore[reportMissingImports]
+    from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
 
     with zipfile.ZipFile(archive) as files:
         config = json.loads(files.read("config.json"))

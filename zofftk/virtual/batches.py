@@ -40,7 +40,7 @@ def _cost(a: Cost, b: Cost, micro_batch: int) -> Cost:
     numbers: dict[str, Any] = {
         name.name: _at(getattr(a, name.name), getattr(b, name.name), micro_batch) for name in fields(Cost)
     }
-    return Cost(**numbers | {"wide": a.wide})
+    return Cost(**numbers | {"wide": a.wide, "is_attention": a.is_attention})
 
 
 def _at(a: int, b: int, micro_batch: int) -> int:

@@ -20,13 +20,14 @@ class Cost:
     elements: int = 0
     nbytes: int = 0
     wide: bool = False
+    is_attention: bool = False
     exchanged: int = 0
 
     def ns(self, on: Durations) -> int:
         if self.exchanged:
             return on.slices_ns(self.exchanged)
         if self.flops:
-            return on.compute_ns(self.flops, self.elements, self.nbytes, wide=self.wide)
+            return on.compute_ns(self.flops, self.elements, self.nbytes, wide=self.wide, is_attention=self.is_attention)
         return on.move_ns(self.nbytes)
 
 
@@ -36,8 +37,8 @@ class CostTape(Durations):
 
     costs: list[Cost] = field(default_factory=list, compare=False)
 
-    def compute_ns(self, flops: int, elements: int, nbytes: int, *, wide: bool) -> int:
-        return self._keep(Cost(flops, elements, nbytes, wide))
+    def compute_ns(self, flops: int, elements: int, nbytes: int, *, wide: bool, is_attention: bool = False) -> int:
+        return self._keep(Cost(flops, elements, nbytes, wide, is_attention))
 
     def move_ns(self, nbytes: int) -> int:
         return self._keep(Cost(nbytes=nbytes))
