@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -10,14 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from paper_figures.frames import OOM, Column, Frame, number
+from paper_figures.frames import Column, Frame, label_of, number
 from paper_figures.style import BLACK, look_of
 
 X_LABELS = {"params": "parameters", "gpus": "GPUs", "batch": "batch size"}
+LEGEND_INCHES = 2.1  # of a column
 GROUP = 0.86  # of the room of a place, which its bars share
-
-
 PAPERS = "the paper's value, with our error"
+# What was fitted on the paper's value: its error proves nothing.
+FITTED: dict[str, Any] = {"edgecolor": BLACK, "lw": 2.0, "ls": ":"}
 
 
 def draw_bars(values: Frame, *, title: str, y_label: str, log: bool = False) -> Figure:
@@ -28,7 +30,7 @@ def draw_bars(values: Frame, *, title: str, y_label: str, log: bool = False) -> 
     _draw_panel(axes, values, log=log)
     axes.set_ylabel(y_label)
     axes.set_title(title, loc="left")
-    _legend(figure, systems, PAPERS)
+    _legend(figure, systems, PAPERS, some_fitted=any(is_fitted(value) for _, value in values.iterrows()))
     return figure
 
 
@@ -78,36 +80,32 @@ def _draw_one(axes: Axes, value: Column, middle: float, width: float, look: tupl
     colour, hatch = look
     top = low
     if pd.notna(ours):
-        # What was fitted on the paper's value has a dotted frame: its error proves nothing.
-        line = ":" if value["used_in_calibration"] is True else "-"
-        axes.bar(middle, ours - low, 0.92 * width, low, color=colour, hatch=hatch, edgecolor="black", lw=0.5, ls=line)
+        axes.bar(middle, ours - low, 0.92 * width, low, color=colour, hatch=hatch, edgecolor="black", lw=0.5)
+        if is_fitted(value):
+            axes.bar(middle, ours - low, 0.92 * width, low, fill=False, **FITTED)
         top = ours
     if pd.notna(papers):
         axes.plot([middle - width / 2, middle + width / 2], [papers, papers], color="white", lw=3.2, zorder=3)
         axes.plot([middle - width / 2, middle + width / 2], [papers, papers], color=BLACK, lw=1.8, zorder=4)
         top = max(top, papers)
-    says = _label(value, error)
+    says = label_of(value, error)
     if says:
         axes.annotate(
             says, (middle, top), (0, 3), textcoords="offset points", rotation=90, ha="center", va="bottom", fontsize=6
         )
 
 
-def _label(value: Column, error: float) -> str:
-    """The error, or who has no room."""
-    if value["ours"] == OOM and value["paper"] == OOM:
-        return "OOM, both"
-    if value["ours"] == OOM:
-        return "OOM" if pd.isna(value["paper"]) else "OOM here"
-    if value["paper"] == OOM:
-        return "OOM in the paper"
-    return f"{error:+.0%}" if pd.notna(error) else ""
+def is_fitted(value: Column) -> bool:
+    return value["used_in_calibration"] in (True, "True")
 
 
-def _legend(figure: Figure, systems: list[str], mark: str) -> None:
+def _legend(figure: Figure, systems: list[str], mark: str, *, some_fitted: bool = False) -> None:
     handles: list = []
     for number_, system in enumerate(systems):
         colour, hatch = look_of(system, number_)
         handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=system))
     handles.append(Line2D([], [], color=BLACK, lw=1.8, label=mark))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+    if some_fitted:
+        handles.append(Patch(fill=False, label="fitted on the paper's value", **FITTED))
+    columns = int(figure.get_figwidth() // LEGEND_INCHES)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)))

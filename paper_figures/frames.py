@@ -52,8 +52,8 @@ def joined(item: str, record: Record) -> Frame:
     row differ.
     """
     papers = paper_frame(item).rename(columns={"value": "paper"})
-    ours = our_frame(record).rename(columns={"value": "ours"})
-    ours = ours[[*KEYS, "ours", "unit", "kind", "used_in_calibration", "extrapolated"]]
+    ours = our_frame(record)[[*KEYS, "value", "unit", "kind", "used_in_calibration", "extrapolated"]]
+    ours = ours.rename(columns={"value": "ours"})
     both = papers.merge(ours, on=KEYS, how="outer", suffixes=("_paper", ""), indicator=True, sort=False)
     _check_units(item, both)
     both["unit"] = both["unit"].where(both["unit"].notna(), both["unit_paper"])
@@ -79,6 +79,17 @@ def _check_units(item: str, both: Frame) -> None:
 def number(values: Column) -> Column:
     """As numbers; NaN where they are none, such as OOM."""
     return pd.to_numeric(values, errors="coerce")
+
+
+def label_of(value: Column, error: float, *, both: str = "OOM, both") -> str:
+    """The error of a joined row, or who has no room."""
+    if value["ours"] == OOM and value["paper"] == OOM:
+        return both
+    if value["ours"] == OOM:
+        return "OOM" if pd.isna(value["paper"]) else "OOM here"
+    if value["paper"] == OOM:
+        return "OOM in the paper"
+    return f"{error:+.0%}" if pd.notna(error) else ""
 
 
 def errors_of(item: str, record: Record) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures.frames import OOM, Frame, number
+from paper_figures.frames import Frame, label_of, number
 from paper_figures.style import BLACK, LINES, look_of
 
 MARKS = ("o", "s", "^", "D")
@@ -47,10 +48,12 @@ def draw_scaling(values: Frame, *, title: str) -> Figure:
     return figure
 
 
-def _say_errors(axes, values: Frame) -> None:
-    for _, value in values[values["error"].notna()].iterrows():
-        place = (int(value["x"]), max(float(value["ours"]), float(value["paper"])))
-        axes.annotate(f"{value['error']:+.0%}", place, (0, 7), textcoords="offset points", ha="center", fontsize=6)
-    for place, (system, rows) in enumerate(values[values["ours"] == OOM].groupby("system", sort=False)):
-        says = f"{system}: OOM on {', '.join(rows['x'])}"
-        axes.text(0.02, 0.03 + 0.06 * place, says, transform=axes.transAxes, fontsize=7)
+def _say_errors(axes: Axes, values: Frame) -> None:
+    """Below the lines, a row for each system that the paper has too: our error, or who has no room."""
+    compared = values[values["paper"].notna()]
+    for place, (system, rows) in enumerate(compared.groupby("system", sort=False)):
+        height = 0.03 + 0.11 * place
+        axes.text(0.02, height + 0.05, f"{system}, ours against the paper's:", transform=axes.transAxes, fontsize=7)
+        for _, value in rows.iterrows():
+            says = label_of(value, value["error"], both="OOM")
+            axes.text(int(value["x"]), height, says, transform=axes.get_xaxis_transform(), ha="center", fontsize=7)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from PIL import Image
 
 # Okabe and Ito's, in an order whose neighbours also differ in grey.
 BLACK, GREY = "#000000", "#6f6f6f"
@@ -19,6 +23,7 @@ BLUE, ORANGE, SKY, VERMILION, GREEN, YELLOW, PURPLE = (
     "#F0E442",
     "#CC79A7",
 )
+DARK = "#7a2f00"  # what Vermilion has beside it
 # System: colour and hatch, the same in every figure.
 SYSTEMS: dict[str, tuple[str, str]] = {
     "PyTorch": ("#bbbbbb", ""),
@@ -37,10 +42,15 @@ SYSTEMS: dict[str, tuple[str, str]] = {
     "PT-CPU": ("#bbbbbb", ""),
     "PT-GPU (L2L)": (GREEN, "--"),
     "zofftk": (VERMILION, "++"),
+    "zofftk without DPU": (VERMILION, "++"),
+    "zofftk with DPU": (DARK, ""),
+    "zofftk delayed": (DARK, ""),
+    "zofftk with MP": (DARK, ".."),
 }
 _OTHERS = [(GREEN, "||"), (YELLOW, "oo"), (PURPLE, "**"), (ORANGE, "///"), (SKY, "++"), ("#999999", "xx")]
 LINES = ("-", "--", "-.", ":")
 FORMATS = ("png", "svg", "pdf")
+PALETTE = 128  # colours of a picture
 _METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _RC: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
@@ -73,10 +83,28 @@ def look_of(system: str, number: int = 0) -> tuple[str, str]:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """In all formats, without the time and the program in them."""
+    """In all formats, without the time and the program in them, and small enough to be committed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = []
     for kind in FORMATS:
-        figure.savefig(path.with_suffix(f".{kind}"), metadata=_METADATA[kind])
-        written.append(path.with_suffix(f".{kind}"))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, metadata=_METADATA[kind])
+        file = path.with_suffix(f".{kind}")
+        file.write_bytes(_SMALLER.get(kind, bytes)(buffer.getvalue()))
+        written.append(file)
     return written
+
+
+def _with_palette(png: bytes) -> bytes:
+    buffer = io.BytesIO()
+    image = Image.open(io.BytesIO(png)).convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE)
+    image.save(buffer, "png", optimize=True)
+    return buffer.getvalue()
+
+
+def _rounded(svg: bytes) -> bytes:
+    """To hundredths of a point, without the comments that repeat each text. What is below 1 may be a scale."""
+    return re.sub(rb"(?<![\d.])([1-9]\d*\.\d\d)\d+", rb"\1", re.sub(rb"\n *<!-- .*? -->", b"", svg))
+
+
+_SMALLER: dict[str, Callable[[bytes], bytes]] = {"png": _with_palette, "svg": _rounded}

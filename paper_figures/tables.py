@@ -37,6 +37,21 @@ def draw_table(cells: pd.DataFrame, *, title: str, widths: Sequence[float] | Non
     return figure
 
 
+def across(values: Frame) -> pd.DataFrame:
+    """A joined frame as cells, one row for each system; in brackets the paper's value where it is another."""
+    rows = []
+    for system, of_system in values.groupby("system", sort=False):
+        row = {"": str(system)}
+        for _, value in of_system.iterrows():
+            unit = str(value["unit"] or "").removesuffix(" params")
+            ours, papers = shown(value["ours"]), shown(value["paper"])
+            row[f"{value['x']}, {unit}" if unit else value["x"]] = (
+                f"{ours} ({papers})" if papers and papers != ours else ours
+            )
+        rows.append(row)
+    return pd.DataFrame(rows).fillna("")
+
+
 def _width(cells: pd.DataFrame, name: str) -> float:
     longest = max([len(str(name)), *(len(str(text)) for text in cells[name])])
     return 0.25 + 0.068 * longest

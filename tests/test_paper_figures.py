@@ -96,6 +96,13 @@ def test_rows_stand_beside_the_papers():
     assert list(joined("fig9", extra)["system"])[-1] == "zofftk"
 
 
+def test_what_else_a_row_says_is_left_alone():
+    more = record_of(
+        "fig9", [row("with DPU", "params", "2B", 31.2, "TFLOPS/GPU", ours=False, paper=31.2, figure="fig9")]
+    )
+    assert joined("fig9", more)["error"].dropna().tolist() == [0.0]
+
+
 def test_numbers_on_an_axis_are_one_place():
     for x in (1, 1.0, "1"):
         found = joined("fig11", record_of("fig11", [row("ZeRO-Offload", "gpus", x, 35.0, "TFLOPS/GPU")]))
