@@ -65,14 +65,15 @@ def _draw_panel(axes: Axes, values: Frame, *, log: bool) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(low, high)
-    axes.set_xlabel(X_LABELS.get(values["x_name"].iloc[0], values["x_name"].iloc[0]))
+    x_name = str(values["x_name"].iloc[0])
+    axes.set_xlabel(X_LABELS.get(x_name, x_name))
 
 
 def _range(values: Frame, log: bool) -> tuple[float, float]:
-    every = pd.concat([number(values["ours"]), number(values["paper"])]).dropna()
+    every = [float(value) for name in ("ours", "paper") for value in number(values[name]).dropna()]
     if log:
-        return every.min() / 1.6, every.max() * 2.2
-    return 0.0, every.max() * 1.18
+        return min(every) / 1.6, max(every) * 2.2
+    return 0.0, max(every) * 1.18
 
 
 def _draw_one(axes: Axes, value: Column, middle: float, width: float, look: tuple[str, str], low: float) -> None:

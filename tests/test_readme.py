@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.registry import described
 from zofftk.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
@@ -43,11 +44,15 @@ def test_commands_exist():
     help_text = build_parser(bench=False).format_help()
     assert all(command in help_text for command in commands)
     for experiment in re.findall(r"`python -m experiments (\w+)`", README):
-        assert (ROOT / "experiments" / f"{experiment}.py").is_file()
+        assert experiment in described(), experiment
     for package in re.findall(r"^python -m (\w+)", README, re.MULTILINE):
         assert (ROOT / package / "__main__.py").is_file()
 
 
 def test_files_it_links_to_exist():
     for target in re.findall(r"\]\(((?!http)[^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+        file, _, heading = target.partition("#")
+        assert (ROOT / file).exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), re.MULTILINE)
+            assert heading in [each.lower().replace(" ", "-") for each in headings], target
