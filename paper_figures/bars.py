@@ -16,6 +16,7 @@ from paper_figures.style import BLACK, look_of
 
 X_LABELS = {"params": "parameters", "gpus": "GPUs", "batch": "batch size"}
 LEGEND_INCHES = 2.1  # of a column
+BAR_INCHES = 0.2
 GROUP = 0.86  # of the room of a place, which its bars share
 PAPERS = "the paper's value, with our error"
 # What was fitted on the paper's value: its error proves nothing.
@@ -25,7 +26,8 @@ FITTED: dict[str, Any] = {"edgecolor": BLACK, "lw": 2.0, "ls": ":"}
 def draw_bars(values: Frame, *, title: str, y_label: str, log: bool = False) -> Figure:
     """`values` is a joined frame with one x_name."""
     systems, places = list(dict.fromkeys(values["system"])), list(dict.fromkeys(values["x"]))
-    figure = Figure(figsize=(max(6.4, 0.26 * len(systems) * len(places) + 1.6), 4.2), layout="constrained")
+    width = max(6.4, BAR_INCHES * _most_at_a_place(values) * len(places) + 1.6)
+    figure = Figure(figsize=(width, 4.2), layout="constrained")
     axes = figure.subplots()
     _draw_panel(axes, values, log=log)
     axes.set_ylabel(y_label)
@@ -52,13 +54,14 @@ def _draw_panel(axes: Axes, values: Frame, *, log: bool) -> None:
     values = values.drop_duplicates(["system", "x"])
     systems, places = list(dict.fromkeys(values["system"])), list(dict.fromkeys(values["x"]))
     low, high = _range(values, log)
-    width = GROUP / len(systems)
-    for number_, system in enumerate(systems):
-        of_system = values[values["system"] == system].set_index("x")
-        for place, x in enumerate(places):
-            if x in of_system.index:
-                middle = place + (number_ - (len(systems) - 1) / 2) * width
-                _draw_one(axes, of_system.loc[x], middle, width, look_of(system, number_), low)
+    width = GROUP / _most_at_a_place(values)
+    looks = {system: look_of(system, number_) for number_, system in enumerate(systems)}
+    for place, x in enumerate(places):
+        at_place = values[values["x"] == x].set_index("system")
+        present = [system for system in systems if system in at_place.index]
+        for number_, system in enumerate(present):
+            middle = place + (number_ - (len(present) - 1) / 2) * width
+            _draw_one(axes, at_place.loc[system], middle, width, looks[system], low)
     axes.set_xticks(range(len(places)), places)
     axes.set_xlim(-0.6, len(places) - 0.4)
     if log:
@@ -67,6 +70,10 @@ def _draw_panel(axes: Axes, values: Frame, *, log: bool) -> None:
     axes.set_ylim(low, high)
     x_name = str(values["x_name"].iloc[0])
     axes.set_xlabel(X_LABELS.get(x_name, x_name))
+
+
+def _most_at_a_place(values: Frame) -> int:
+    return int(values.groupby("x")["system"].nunique().max())
 
 
 def _range(values: Frame, log: bool) -> tuple[float, float]:

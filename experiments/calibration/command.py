@@ -22,11 +22,12 @@ FEW_ROUNDS = 2  # from the fit on all items, a fit on most of them is near
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-left-out", action="store_true", help="fit only; skip the fits that leave a figure out")
-    parser.add_argument("--quick", action="store_true", help="no fit: the values that are there, and their errors")
+    parser.add_argument("--kept", action="store_true", help="the values that are there, not fitted again")
+    parser.add_argument("--quick", action="store_true", help="--kept --no-left-out")
 
 
 def run(options: argparse.Namespace) -> int:
-    if not options.quick:
+    if not (options.kept or options.quick):
         save(fit(start(), errors_of()), FILE)
     fitted = load()  # rounded, as the figures have it
     print(*table(fitted), sep="\n")
