@@ -167,6 +167,15 @@ def test_a_figure_keeps_rows_that_join_the_papers(monkeypatch, tmp_path, all_fit
     assert "+0.0%" in capsys.readouterr().out
 
 
+def test_quick_keeps_the_first_places_of_the_papers_systems(all_fits):
+    chosen = named("bars.command")._chosen(
+        named("fig14").bars({"fig14": 4}), argparse.Namespace(quick=True, paper_only=False)
+    )
+    assert {bar.system: [each.x for each in chosen if each.system == bar.system] for bar in chosen} == {
+        system: ["1", "2"] for system in named("fig14").SYSTEMS if not system.startswith("zofftk")
+    }
+
+
 # -- the calibration -----------------------------------------------------------------------------------------------
 
 
@@ -193,6 +202,18 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
     (tmp_path / "kept.toml").write_text("[values]\n")
     with pytest.raises(ValueError, match="expected the values"):
         calibrated.load(tmp_path / "kept.toml")
+
+
+def test_kept_values_are_described_without_a_fit(monkeypatch, tmp_path, capsys):
+    command, free = named("calibration.command"), named("calibration.free_numbers")
+    monkeypatch.setattr(named("record"), "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "errors_of", lambda: lambda calibration: [0.0] * len(free.ITEMS))
+    monkeypatch.delattr(command, "fit")
+    assert command.run(argparse.Namespace(kept=True, quick=False, no_left_out=True)) == 0
+    (path,) = tmp_path.rglob("*.json")
+    numbers = json.loads(path.read_text())["results"]["numbers"]
+    assert [each["name"] for each in numbers] == [number.name for number in free.FREE_NUMBERS]
+    assert numbers[0].keys() == {"name", "meaning", "unit", "start", "value", "fitted on"}
 
 
 def test_a_fit_finds_the_numbers_that_made_the_items():
