@@ -34,7 +34,7 @@ ITEMS: dict[str, Item] = {
     "fig6": Item("the delayed update on the engine's streams", "simulated", 0.2, 0.1),
     "table3": Item("the models, and what they need of a device", "simulated", 1.5, 0.3),
     "fig7": Item("the largest model that each system trains", "simulated", 2, 0.3),
-    "calibration": Item("the simulation's free numbers, and what they were fitted on", "simulated", 2, 0.3),
+    "calibration": Item("the simulation's free numbers, and what they were fitted on", "simulated", 8, 0.3),
     "fig8": Item("throughput on one GPU", "simulated", 3, 0.3),
     "fig9": Item("throughput with the delayed update and without", "simulated", 1, 0.3),
     "fig10": Item("throughput on the 16 GPUs of a node", "simulated", 6, 0.3),
