@@ -69,3 +69,8 @@ def test_the_page_runs(capsys):
     code = page.split("```python\n")[1].split("```")[0]
     exec(compile(code, "docs/baselines.md", "exec"), {})
     assert "fits: True" in capsys.readouterr().out
+
+
+def test_our_own_engine_runs_on_slices():
+    whole, cut = (predict("zofftk", ladder()[1.4], V100, slices=slices) for slices in (1, 2))
+    assert sum(cut.host_bytes.values()) == pytest.approx(sum(whole.host_bytes.values()) / 2, rel=0.05)

@@ -121,6 +121,7 @@ def dry_run(
             raise ValueError(f"{name} must be 1 or more, got {value}")
     durations = Durations(profile, ranks, slices)
     rehearsal = Rehearsal(build, loss, durations, dtype=dtype, in_full=in_full, keep_spans=keep_spans)
+    _check_slices(list(rehearsal.program.params.values()), slices)
     return dry_run_of(rehearsal, optimizer=optimizer, backwards=backwards, overlap=overlap, **options)
 
 
@@ -146,7 +147,6 @@ def training(
     if options.get("update") == "delayed":
         options.setdefault("delay_after", 1)
     params, group = list(rehearsal.program.params.items()), VirtualGroup(rehearsal.durations.ranks)
-    _check_slices([param for _, param in params], rehearsal.durations.slices)
     kind: Any = optimizer  # whose base class takes other arguments than those that are used
     opened: OffloadOptimizer = kind(params, device=rehearsal.device, process_group=group, **options)
     try:
