@@ -6,11 +6,13 @@ the GPU, and the parameters are all-gathered.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from zofftk.baselines import gpu_adam
 from zofftk.baselines.machine import Machine
 from zofftk.baselines.schedule import Buckets, Schedule
 from zofftk.baselines.workload import Workload
-from zofftk.device.base import Event
+from zofftk.device.base import Buffer, Event
 from zofftk.virtual.events import ParamId
 
 BUCKET_NUMEL = 50_000_000  # in the configuration that the release's example scripts have
@@ -18,7 +20,7 @@ BUCKET_SPACE = 4.5  # what the release takes for a bucket, in buckets ...
 NUM_BUCKETS = 2  # ... of which there are two with `overlap_comm`
 
 
-class Reducing(Schedule):
+class Reducing(Schedule, ABC):
     """Reduce-scatter of buckets behind backward; what is done with the rank's part differs."""
 
     bucket_numel, bucket_space = BUCKET_NUMEL, BUCKET_SPACE
@@ -48,9 +50,9 @@ class Reducing(Schedule):
             averaged = machine.scatter("reduce-scatter", bucket, own, [averaged])
         self.averaged(own, shard, averaged)
 
-    def averaged(self, own: object, numel: int, done: Event) -> None:
+    @abstractmethod
+    def averaged(self, own: Buffer, numel: int, done: Event) -> None:
         """This rank's part of a bucket, of so many elements, is there after `done`."""
-        raise NotImplementedError
 
 
 class ZeRO2(Reducing):
@@ -64,7 +66,7 @@ class ZeRO2(Reducing):
         machine.hold("fp32 parameters and moments of the shard", "device", gpu_adam.STATES_BYTES * self._numel)
         self._averaged: Event | None = None
 
-    def averaged(self, own: object, numel: int, done: Event) -> None:
+    def averaged(self, own: Buffer, numel: int, done: Event) -> None:
         self._averaged = done
 
     def step(self) -> None:
