@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from zofftk.gpt_config import GPTConfig
 from zofftk.host_memory import usable_memory
 from zofftk.profile import Gpu
 from zofftk.repeat import seconds_of
-from zofftk.virtual.op_costs import OpCost, cost_of
+from zofftk.virtual.op_costs import OpCost, cost_of, tensors_in
 
 GIB = 1 << 30
 COPY_BYTES = 128 * 1024 * 1024
@@ -139,7 +139,7 @@ class TimedOps(TorchDispatchMode):
         start_s = self._now_s()
         out = func(*args, **kwargs)
         seconds = self._now_s() - start_s
-        read, made = list(_tensors((args, kwargs))), list(_tensors(out))
+        read, made = list(tensors_in((args, kwargs))), list(tensors_in(out))
         known = {tensor.untyped_storage()._cdata for tensor in read}
         is_view = not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in known for tensor in made)
         if not is_view and (cost := cost_of(func, args, kwargs, out, [*read, *made])) is not None:
@@ -150,16 +150,6 @@ class TimedOps(TorchDispatchMode):
         if self._is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ rounded up to powers of two, as torch's allocator does.
 from __future__ import annotations
 
 from zofftk.baselines import gpu_adam
+from zofftk.baselines.host_sums import SummingOnHost
 from zofftk.baselines.machine import DOWN, UP, Machine
 from zofftk.baselines.workload import Workload
-from zofftk.baselines.zero2 import Reducing
-from zofftk.device.base import Buffer, Event
+from zofftk.device.base import Event
 
 BUCKET_NUMEL = 500_000_000  # `reduce_bucket_size`
 WIDE = "fp32 copy of gradients on their way"
@@ -23,7 +23,7 @@ def locked_bytes(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
-class DeepSpeed(Reducing):
+class DeepSpeed(SummingOnHost):
     name = "DeepSpeed (2026)"
     bucket_numel, bucket_space = BUCKET_NUMEL, 1.0
 
@@ -38,27 +38,17 @@ class DeepSpeed(Reducing):
         machine.hold("16-bit sums of the shard", "host", locked_bytes(2 * numel))
         self._wire, self._wide = (machine.buffer(name, "host", size * numel) for name, size in (("16", 2), ("32", 4)))
         self._sums = machine.buffer("sums", "host", 2 * numel)
-        self._down: Event | None = None
 
-    def averaged(self, own: Buffer, numel: int, done: Event) -> None:
+    def send_sum(self, numel: int) -> Event:
         machine = self.machine
-        machine.compute_waits(done)
-        if not self.is_first:
-            so_far = machine.buffer("sum so far", "device", 2 * numel)
-            # The hook fetches it, so that compute stands still meanwhile.
-            up = self.to_owners(UP, "sum up", so_far, self._sums, [self._down, machine.computed()], numel)
-            machine.compute_waits(up)
-            machine.move("add to the sum", 6 * numel)
-        if not self.is_last:
-            self._down = self.to_owners(DOWN, "sum down", self._sums, own, [machine.computed()], numel)
-            return
         wide = machine.buffer("fp32 gradients", "device", 4 * numel)
         machine.line.change(WIDE, 4 * self.shard(self.workload.largest_param))
         machine.move("norm and check", 2 * numel)
         machine.device.synchronize(machine.computed(), "look at the overflow flags")
         machine.move("gradients to fp32", gpu_adam.WIDEN_BYTES * numel)
-        self._down = self.to_owners(DOWN, "gradients down", self._wide, wide, [machine.computed()], numel)
+        arrived = self.to_owners(DOWN, "gradients down", self._wide, wide, [machine.computed()], numel)
         machine.line.change(WIDE, -4 * self.shard(self.workload.largest_param))
+        return arrived
 
     def step(self) -> None:
         machine = self.machine

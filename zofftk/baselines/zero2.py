@@ -6,6 +6,7 @@ the GPU, and the parameters are all-gathered.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from zofftk.baselines import gpu_adam
@@ -20,7 +21,7 @@ BUCKET_SPACE = 4.5  # what the release takes for a bucket, in buckets ...
 NUM_BUCKETS = 2  # ... of which there are two with `overlap_comm`
 
 
-class Reducing(Schedule):
+class Reducing(Schedule, ABC):
     """Reduce-scatter of buckets behind backward; what is done with the rank's part differs."""
 
     bucket_numel, bucket_space = BUCKET_NUMEL, BUCKET_SPACE
@@ -72,9 +73,9 @@ class Reducing(Schedule):
         nbytes = min(dst.nbytes, src.nbytes) * self.ranks
         return self.machine.copy_in_turn(stream, label, dst, src, after, all_bytes=nbytes, owners=owners)
 
+    @abstractmethod
     def averaged(self, own: Buffer, numel: int, done: Event) -> None:
         """This rank's part of a bucket, of so many elements, is there after `done`."""
-        raise NotImplementedError
 
 
 class ZeRO2(Reducing):

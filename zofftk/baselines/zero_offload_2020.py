@@ -13,9 +13,9 @@ and parameters up, after that (its Fig. 6). `TorchCPU` updates with torch's Adam
 from __future__ import annotations
 
 from zofftk.baselines import gpu_adam
+from zofftk.baselines.host_sums import SummingOnHost
 from zofftk.baselines.machine import COMPUTE, DOWN, UP, Machine
 from zofftk.baselines.workload import Workload
-from zofftk.baselines.zero2 import Reducing
 from zofftk.device.base import Buffer, Event
 from zofftk.virtual.events import ParamId
 
@@ -24,7 +24,7 @@ NUM_TILES = 2
 WIDE = "fp32 copy of gradients on their way"
 
 
-class ZeroOffload2020(Reducing):
+class ZeroOffload2020(SummingOnHost):
     name = "ZeRO-Offload (2020)"
     tile_numel = TILE_NUMEL
 
@@ -37,7 +37,6 @@ class ZeroOffload2020(Reducing):
         self._sums = machine.hold("16-bit sums of the shard", "host", 2 * self._numel)
         self._states = machine.hold("fp32 parameters and moments of the shard", "host", 12 * self._numel)
         self._tiles = [machine.hold("fp32 tiles on their way", "host", 4 * self.tile_numel) for _ in range(NUM_TILES)]
-        self._down: Event | None = None
         self._updated: Event | None = None  # of a delayed step: its values have not gone up yet
 
     # -- during backward ---------------------------------------------------------------------------------------
@@ -47,24 +46,15 @@ class ZeroOffload2020(Reducing):
             self.machine.move("norm and check", 2 * numel)
         super().gradient(param, numel)
 
-    def averaged(self, own: Buffer, numel: int, done: Event) -> None:
+    def send_sum(self, numel: int) -> Event:
         machine = self.machine
-        machine.compute_waits(done)
-        if not self.is_first:
-            so_far = machine.buffer("sum so far", "device", 2 * numel)
-            # The hook fetches it, so that compute stands still meanwhile.
-            up = self.to_owners(UP, "sum up", so_far, self._sums, [self._down, machine.computed()], numel)
-            machine.compute_waits(up)
-            machine.move("add to the sum", 6 * numel)
-        if not self.is_last:
-            self._down = self.to_owners(DOWN, "sum down", self._sums, own, [machine.computed()], numel)
-            return
         wide = machine.buffer("fp32 gradients", "device", 4 * numel)
         machine.line.change(WIDE, 4 * numel)
         machine.move("gradients to fp32", gpu_adam.WIDEN_BYTES * numel)
         after = [machine.computed(), self._updated]  # the last update reads what is overwritten
-        self._down = self.to_owners(DOWN, "gradients down", self._own_gradients, wide, after, numel)
+        arrived = self.to_owners(DOWN, "gradients down", self._own_gradients, wide, after, numel)
         machine.line.change(WIDE, -4 * numel)
+        return arrived
 
     # -- the update --------------------------------------------------------------------------------------------
 

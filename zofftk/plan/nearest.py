@@ -10,12 +10,11 @@ from zofftk.plan.memory import ACTIVATIONS
 from zofftk.plan.search import largest_fitting, most_layers
 from zofftk.plan.setting import Setting
 from zofftk.plan.sources import Source
-from zofftk.plan.trials import TORCH_DTYPES, Trials
+from zofftk.plan.trials import SHALLOW, TORCH_DTYPES, Trials
 from zofftk.virtual.dry_run import GIB
 
 STATE_BYTES = 12  # of a parameter on the host: fp32 master and both moments
 MOST_HOSTS = 64
-SHALLOW = 6  # layers
 
 
 def nearest_fitting(trials: Trials, setting: Setting) -> Alternative | None:
@@ -103,7 +102,7 @@ def largest_model(trials: Trials, setting: Setting) -> int | None:
     guess = _layers_by_parameters(trials, setting)
     # A shallow model is quick to try, and the line through both points at the end.
     most = most_layers(trials.source.layers)
-    second = SHALLOW if guess > SHALLOW else None
+    second = SHALLOW[0] if guess > SHALLOW[0] else None
     return largest_fitting(lambda layers: trials.memory(setting, layers).free_share, guess, second=second, most=most)
 
 

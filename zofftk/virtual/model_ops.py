@@ -5,7 +5,7 @@ While the mode is on, operations run under torch's fake mode; those on tensors t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zofftk.virtual.device_memory import Storages
 from zofftk.virtual.durations import Durations
-from zofftk.virtual.op_costs import cost_of, exchanged_bytes
+from zofftk.virtual.op_costs import cost_of, exchanged_bytes, tensors_in
 
 _ASKS_DEVICE = torch.ops.prim.device.default
 
@@ -60,13 +60,13 @@ class ModelOps(TorchDispatchMode):
             return args[0].is_meta if type(args[0]) is torch.Tensor else self._is_of_others(args[0])
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             return True
-        return any(self._is_of_others(tensor) for tensor in _tensors(args))
+        return any(self._is_of_others(tensor) for tensor in tensors_in(args, FakeTensor))
 
     def _is_of_others(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        read, made = list(_tensors((args, kwargs))), list(_tensors(out))
+        read, made = list(tensors_in((args, kwargs), FakeTensor)), list(tensors_in(out, FakeTensor))
         if self._reads is not None:
             for tensor in read:
                 self._reads(tensor)
@@ -86,13 +86,3 @@ class ModelOps(TorchDispatchMode):
         else:
             duration_ns = self._durations.move_ns(cost.nbytes)
         self._spend(cost.flops, duration_ns)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, FakeTensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))

@@ -6,7 +6,7 @@ is where fake tensors are; those formulas are filled in with the counter's own f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,3 +81,14 @@ def _is_wide(tensors: Sequence[torch.Tensor]) -> bool:
     """By its first operand: attention on 16 bits keeps statistics in 32."""
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return first is not None and first.dtype.itemsize >= 4
+
+
+def tensors_in(values: Any, kind: type[torch.Tensor] = torch.Tensor) -> Iterator[torch.Tensor]:
+    """Those of this kind among what an operation takes or returns."""
+    if isinstance(values, kind):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors_in(value, kind)
+    elif isinstance(values, dict):
+        yield from tensors_in(tuple(values.values()), kind)
