@@ -7,7 +7,7 @@ from functools import partial
 
 from experiments.bars.bar import Bar, Counts, Step
 from experiments.bars.command import add_arguments, predict_figure
-from experiments.bars.micro_batches import halves, largest
+from experiments.bars.micro_batches import largest, tiles
 from zofftk.baselines.prediction import OWN
 from zofftk.presets import TABLE_3
 
@@ -23,7 +23,7 @@ SYSTEMS = {
 }
 ASSUMPTIONS = (
     "one GPU, 512 samples a step by accumulation",
-    "micro-batch: Table 3's, or where that does not fit the largest of its half, quarter and so on",
+    "micro-batch: Table 3's, or where that does not fit the largest multiple of 8 that does, or 4, 2, 1",
 )
 
 
@@ -36,7 +36,7 @@ def _bar(printed: str, system: str, size: int) -> Bar:
 
 
 def _steps(system: str, size: int) -> tuple[Step, ...]:
-    micro_batch = largest(system, size, 1, 1, halves(TABLE_3[f"{size}b"][2]))
+    micro_batch = largest(system, size, 1, 1, tiles(TABLE_3[f"{size}b"][2]))
     return () if micro_batch is None else (Step(system, size, 1, 1, micro_batch, round(TOTAL_BATCH / micro_batch)),)
 
 

@@ -91,7 +91,7 @@ CLAIMS = (
     ),
     Claim(
         "The delayed update ends at the same loss",
-        ("fig12",),
+        ("fig12", "delay_rates"),
         judges.delayed_loss,
         "small models; a later study (arXiv 2606.30634) sees AdamW lose under one-step delay",
     ),

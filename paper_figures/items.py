@@ -12,6 +12,7 @@ from paper_figures.bars import draw_bars, draw_panels
 from paper_figures.curves import draw_curves
 from paper_figures.flow import draw_flow
 from paper_figures.frames import KEYS, joined, our_frame, paper_frame
+from paper_figures.rates import draw_rates
 from paper_figures.records import Record
 from paper_figures.scaling import draw_scaling
 from paper_figures.shards import draw_shards
@@ -240,6 +241,13 @@ ITEMS: dict[str, Item] = {
         "throughput by batch size, technique by technique",
         BARS + "The paper does not say how many micro-batches a step has.",
         _bars(TFLOPS),
+    ),
+    "delay_rates": Item(
+        "",
+        "The delay by learning rate and optimizer",
+        "Not in the paper. Means over seeds with their standard deviation; what diverged is left out.",
+        (lambda item, record: draw_rates(our_frame(record), title=ITEMS[item].heading)),
+        _own_rows,
     ),
     "throughput_small": Item(
         "",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from zofftk.baselines.deepspeed import locked_bytes
 from zofftk.baselines.gpt_2020 import GPT2020
@@ -48,6 +50,22 @@ def test_the_model_is_cut_as_megatron_cuts_it():
     assert count[1] == kept + (M - kept) / 4
     with pytest.raises(ValueError, match="slices must divide the 8 heads, got 3"):
         GPT2020(SMALL, 3)
+
+
+def test_the_models_loss_is_the_mean_cross_entropy():
+    torch.manual_seed(0)
+    tiny = dataclasses.replace(SMALL, layers=1, hidden=32, heads=4, vocab=50, seq=6)
+    model = GPT2020(tiny)
+    ids, targets = torch.randint(50, (2, 2, 6)).unbind()
+    kept = []
+    model.norm.register_forward_hook(lambda module, inputs, out: kept.append(out))
+    loss = model(ids, targets)
+    (grad,) = torch.autograd.grad(loss, kept[0])
+    hidden = kept[0].detach().requires_grad_()
+    plain = F.cross_entropy(F.linear(hidden, model.tokens.weight).flatten(0, 1), targets.flatten())
+    (expected,) = torch.autograd.grad(plain, hidden)
+    torch.testing.assert_close(loss.detach(), plain.detach())
+    torch.testing.assert_close(grad, expected)
 
 
 def test_models_of_other_depth_share_a_recording():

@@ -58,6 +58,14 @@ def records() -> dict[str, dict]:
     fig11.append(row("ZeRO-2", "gpus", 1, "OOM", "TFLOPS/GPU"))
     curves = {"curves": CURVES, "equal": [], "report": ["| a | b |", "| --- | --- |"]}
     difference = DIFFERENCE | {"seed_sd": 0.02, "in_seed_sds": 0.5}
+    rates = [
+        row(f"AdamW, {update}", "lr", lr, value, "nats", optimizer="AdamW", update=update, sd=0.02)
+        for update, values in (("synchronous", (4.5, 4.2)), ("delayed after 40", (4.5, "diverged")))
+        for lr, value in zip(("0.001", "0.01"), values, strict=True)
+    ]
+    late = {"optimizer": "AdamW", "update": "delayed after 40", "seeds": 3}
+    differences = [late | {"lr": 0.001, "mean": 0.0, "in_seed_sds": 0.1}, late | {"lr": 0.01, "mean": None}]
+    differences[1]["in_seed_sds"] = None
     numbers = [{"name": "efficiency", "meaning": "of the peak", "unit": "", "value": 0.5, "fitted_on": "Figure 8"}]
     return {
         "fig3": record_of("fig3", [], spans=SPANS, steps=[{"step": 2, "start_ms": 1.0}], checks={"down late": False}),
@@ -66,6 +74,7 @@ def records() -> dict[str, dict]:
         "fig11": record_of("fig11", fig11),
         "fig12": record_of("fig12", [], differences=[difference], **curves),
         "calibration": record_of("calibration", [], numbers=numbers),
+        "delay_rates": record_of("delay_rates", rates, differences=differences),
     }
 
 
@@ -166,6 +175,8 @@ def test_a_verdict_follows_its_record(tmp_path):
     assert verdict_of(tmp_path, late, of) == "holds"
     of = copy.deepcopy(of)
     of["fig12"]["results"]["differences"][0]["in_seed_sds"] = 7.0
+    assert verdict_of(tmp_path, late, of) == "holds in part"
+    of["delay_rates"]["results"]["differences"][0]["in_seed_sds"] = 7.0
     assert verdict_of(tmp_path, late, of) == "not reproduced"
     fast = "The delayed update makes"
     assert verdict_of(tmp_path, fast, of) == "holds in part"

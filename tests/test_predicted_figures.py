@@ -142,6 +142,10 @@ def test_the_largest_that_fits(monkeypatch):
     assert found.largest("ddp", 1, 1, 1, found.halves(32)) == 8
     assert found.largest("ddp", 1, 1, 1, [11, 12]) is None
     assert found.halves(10) == [10, 5, 2, 1]
+    assert found.tiles(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert found.tiles(10) == [1, 2, 4, 8, 10]
+    assert found.tiles(4) == [1, 2, 4]
+    assert found.tiles(1) == [1]
 
 
 def test_a_bar_shows_its_fastest_step(monkeypatch):
@@ -193,11 +197,12 @@ def test_free_numbers_are_few_and_named():
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path):
     calibrated = named("calibration.calibrated")
-    written = calibrated.start().but({"gpu.half_intensity": 123.4, "micro_batches.fig14": 5})
+    written = calibrated.start().but({"gpu.work_exponent": 0.1234, "micro_batches.fig14": 5})
     calibrated.save(written, tmp_path / "kept.toml")
     kept = calibrated.load(tmp_path / "kept.toml")
     assert dict(kept.values) == dict(written.values)
-    assert kept.profile.gpu.half_intensity == 123.4
+    assert kept.profile.gpu.work_exponent == 0.1234
+    assert kept.profile.gpu.half_intensity == 0
     assert kept.counts == {"fig9": 1, "fig11": 1, "fig14": 5}
     (tmp_path / "kept.toml").write_text("[values]\n")
     with pytest.raises(ValueError, match="expected the values"):
@@ -221,7 +226,7 @@ def test_a_fit_finds_the_numbers_that_made_the_items():
     truth = calibrated.start().but(
         {
             "gpu.max_efficiency": 0.5,
-            "gpu.half_intensity": 500.0,
+            "gpu.work_exponent": 0.2,
             "interconnect.inside_gb_s": 40.0,
             "micro_batches.fig14": 3,
         }
@@ -230,8 +235,8 @@ def test_a_fit_finds_the_numbers_that_made_the_items():
     def times(calibration):
         gpu, count = calibration.profile.gpu, calibration.counts["fig14"]
         inside = calibration.profile.interconnect.inside_gb_s
-        for intensity in (200.0, 1000.0, 5000.0):
-            yield (1 + gpu.half_intensity / intensity) / gpu.max_efficiency
+        for work in (1e9, 1e11, 1e12):
+            yield 1 / (gpu.max_efficiency * (work / 1e12) ** gpu.work_exponent)
         yield 100 / inside + 1 / gpu.max_efficiency
         yield 1 + 1 / count
 
@@ -239,7 +244,7 @@ def test_a_fit_finds_the_numbers_that_made_the_items():
     found = fit.fit(calibrated.start(), lambda at: [math.log(a) - b for a, b in zip(times(at), aims, strict=True)])
     assert found.counts["fig14"] == 3
     assert found.values["gpu.max_efficiency"] == pytest.approx(0.5, rel=0.03)
-    assert found.values["gpu.half_intensity"] == pytest.approx(500, rel=0.1)
+    assert found.values["gpu.work_exponent"] == pytest.approx(0.2, rel=0.03)
     assert found.values["interconnect.inside_gb_s"] == pytest.approx(40, rel=0.15)
     untouched = calibrated.start().values["interconnect.between_gb_s"]
     assert found.values["interconnect.between_gb_s"] == pytest.approx(untouched, rel=0.01)

@@ -124,7 +124,13 @@ def test_some_entries_may_be_missing(tmp_path):
 
 def test_nothing_may_take_no_time():
     free = values()
-    for section, name in [("gpu", "kernel_us"), ("gpu", "half_intensity"), ("link", "latency_us"), ("host", "task_us")]:
+    for section, name in [
+        ("gpu", "kernel_us"),
+        ("gpu", "half_intensity"),
+        ("gpu", "work_exponent"),
+        ("link", "latency_us"),
+        ("host", "task_us"),
+    ]:
         free[section][name] = 0
     assert parse_profile(free).gpu.kernel_us == 0
 
@@ -144,6 +150,19 @@ def test_large_products_come_near_to_the_peak_and_small_ones_do_not():
     half = round(1.5 * gpu.half_intensity)  # 2 n^3 / 3 n^2 is half_intensity
     assert efficiency(half) == pytest.approx(gpu.max_efficiency / 2, rel=1e-2)
     assert efficiency(64) < 0.2 * gpu.max_efficiency
+
+
+def test_efficiency_grows_with_the_work_of_a_product_where_a_profile_says_so():
+    gpu = dataclasses.replace(V100.gpu, half_intensity=0.0, kernel_us=0.0, max_efficiency=0.4, work_exponent=0.1)
+    durations = Durations(dataclasses.replace(V100, gpu=gpu))
+
+    def efficiency(flops):
+        return flops / durations.compute_ns(flops, 1, 1, wide=False) / (gpu.peak_16bit_tflops * 1e3)
+
+    assert efficiency(10**12) == pytest.approx(0.4, rel=1e-6)
+    assert efficiency(10**9) == pytest.approx(0.4 / 1000**0.1, rel=1e-3)
+    assert efficiency(10**18) == pytest.approx(1.0, rel=1e-6)  # 0.4 * 4.0 would be more than the peak
+    assert durations.compute_ns(0, 1, 9_000, wide=False) == durations.move_ns(9_000)
 
 
 def replaced(**of_gpu):

@@ -28,7 +28,9 @@ class Gpu:
     """One device.
 
     The efficiency of an operation that does `i` floating-point operations for each element it reads or writes is
-    `max_efficiency * i / (i + half_intensity)`: large matrices come near to `max_efficiency`, small ones do not.
+    `max_efficiency * i / (i + half_intensity)`: large matrices come near to `max_efficiency`, small ones do not. With a
+    `work_exponent`, that is of an operation of a tera of operations, and others have `(work / 1e12) ** work_exponent`
+    times as much, up to the peak.
     """
 
     memory_gib: float
@@ -41,6 +43,7 @@ class Gpu:
     memory_efficiency: float  # of memory_gb_s, for operations that only read and write
     kernel_us: float  # what every operation takes beside its work
     attention_tflops: float = 0.0  # what fused attention reaches; 0: as products of its intensity
+    work_exponent: float = 0.0  # how efficiency grows with an operation's work; 0: with its intensity alone
     is_host: bool = False  # no device of its own, but the host's cores and memory: nothing is hidden behind anything
 
 
@@ -97,7 +100,15 @@ class Profile:
 
 MOST = 1e15  # of any number of a profile, in its unit: what lies above is a slip
 _SECTIONS: dict[str, type[Any]] = {"gpu": Gpu, "link": Link, "host": Host, "interconnect": Interconnect}
-_MAY_BE_0 = {"reserved_gib", "half_intensity", "kernel_us", "latency_us", "task_us", "attention_tflops"}
+_MAY_BE_0 = {
+    "reserved_gib",
+    "half_intensity",
+    "kernel_us",
+    "latency_us",
+    "task_us",
+    "attention_tflops",
+    "work_exponent",
+}
 _AT_MOST_1 = {"max_efficiency", "memory_efficiency"}
 
 

@@ -34,6 +34,11 @@ def largest(system: str, size: float, ranks: int, slices: int, candidates: Itera
     return rising[low] if low >= 0 else None
 
 
+def tiles(most: int) -> list[int]:
+    """`most`, multiples of 8 below it, which matrix products take whole, and the powers of two below these."""
+    return sorted({1, 2, 4, *range(8, most, 8), most} & {*range(most + 1)})
+
+
 def halves(most: int) -> list[int]:
     """`most`, half of it, and so on."""
     found = [most]

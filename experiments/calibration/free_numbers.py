@@ -37,15 +37,21 @@ class FreeNumber:
 EFFICIENCY = "Fig. 14 PyTorch 1, Fig. 8 ZeRO-Offload 1B, 2B and 10B, Fig. 10 ZeRO-2 8B"
 FREE_NUMBERS = (
     FreeNumber(
-        "gpu.max_efficiency", "what large matrices reach of the tensor cores' peak", "share", 0.55, 0.3, 0.9, EFFICIENCY
+        "gpu.max_efficiency",
+        "what a matrix product of 1e12 operations reaches of the tensor cores' peak",
+        "share",
+        0.55,
+        0.3,
+        0.9,
+        EFFICIENCY,
     ),
     FreeNumber(
-        "gpu.half_intensity",
-        "operations for each element at which a matrix product reaches half of that",
-        "flop/element",
-        300.0,
-        30.0,
-        3000.0,
+        "gpu.work_exponent",
+        "how that grows with a product's work: (operations / 1e12) to this power",
+        "exponent",
+        0.1,
+        0.01,
+        0.5,
         EFFICIENCY,
     ),
     FreeNumber(

@@ -70,7 +70,10 @@ class Durations:
         `wide`: on elements of 32 bits. `is_attention`: it is fused attention.
         """
         gpu = self.profile.gpu
-        peak = (gpu.peak_32bit_tflops if wide else gpu.peak_16bit_tflops) * 1e3 * gpu.max_efficiency
+        efficiency = gpu.max_efficiency
+        if gpu.work_exponent and flops:
+            efficiency = min(1.0, efficiency * (flops / 1e12) ** gpu.work_exponent)
+        peak = (gpu.peak_32bit_tflops if wide else gpu.peak_16bit_tflops) * 1e3 * efficiency
         # flops / (peak * i / (i + half)), where i = flops / elements
         busy_ns = (flops + gpu.half_intensity * elements) / peak
         if is_attention and gpu.attention_tflops:
