@@ -13,7 +13,7 @@ from experiments.curves.run import PAPER_DELAY_AFTER, Run
 EXPERIMENT = "convergence_sweep"
 SEEDS = (0, 1, 2)
 # From too small to too large.
-RATES = {"AdamW": (1e-3, 3e-3, 1e-2, 3e-2), "SGD": (0.03, 0.1, 0.3, 1.0), "Lion": (1e-4, 3e-4, 1e-3, 3e-3)}
+RATES = {"AdamW": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), "SGD": (0.03, 0.1, 0.3), "Lion": (1e-4, 3e-4, 1e-3)}
 UPDATES = (("synchronous", None), ("delayed", PAPER_DELAY_AFTER), ("delayed", 0))
 
 add_arguments = command.add_arguments

@@ -4,6 +4,7 @@ A table or figure of the paper has one record, which a new run replaces; figures
 committed. Other measurements keep every run.
 """
 
+import json
 import os
 import platform
 import time
@@ -33,6 +34,14 @@ def setting(*, quick: bool) -> Iterator[None]:
 
 def item_path(name: str, *, quick: bool) -> Path:
     return (RESULTS / QUICK if quick else RESULTS) / name / f"{name}.json"
+
+
+def load_item(name: str) -> dict[str, Any] | None:
+    """The record of a table or figure, of quick runs inside such a setting; None where there is none."""
+    try:
+        return json.loads(item_path(name, quick=_is_quick.get()).read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
 
 
 def keep(experiment: str, config: dict[str, Any], samples: Any, results: dict[str, Any]) -> Path:

@@ -40,6 +40,7 @@ ITEMS: dict[str, Item] = {
     "fig10": Item("throughput on the 16 GPUs of a node", "simulated", 6, 0.3),
     "fig11": Item("throughput on 1 to 128 GPUs", "simulated", 1, 0.3),
     "fig14": Item("throughput by batch size, technique by technique", "simulated", 1, 0.3),
+    "scores": Item("how near the predicted figures come: errors, orders, memory", "simulated", 0.1, 0.1),
     "fig12": Item("loss curves of pre-training with the delayed update and without", "measured", 0.1, 0.2),
     "fig13": Item("loss curves of fine-tuning with the delayed update and without", "measured", 0.1, 0.2),
     "delay_rates": Item("final losses with the delay, by learning rate and optimizer", "measured", 0.1, 0.2),
@@ -56,11 +57,10 @@ MEASUREMENTS: dict[str, str] = {
     "scaling_measured": "bytes and times of every rank on 1, 2 and 4 processes of this machine",
     "delayed": "the delayed update where Adam takes three quarters of compute, on a timed device",
     "convergence_gpt": "loss curves of GPT-2-like models: plain, offloaded, delayed; three seeds, resumable",
-    "convergence_sweep": "the runs behind `delay_rates`: three optimizers, four learning rates, three seeds; resumable",
+    "convergence_sweep": "the runs behind `delay_rates`: three optimizers, three to five learning rates, three seeds",
     "convergence_bert": "a pre-trained BERT fine-tuned with the delay and without; needs the extra `experiments`",
     "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
     "planned": "step time and memory that a run predicts, against what it takes",
-    "scores": "errors, orders and memory of the predicted throughput figures, against the paper",
 }
 
 

@@ -37,6 +37,7 @@ def markdown(records: Records, drawn: Mapping[str, str]) -> str:
         INTRODUCTION,
         "## Claims\n\n" + claims_table(judge_all(records)),
         "## Errors\n\n" + errors_table([item for item, why in drawn.items() if not why], records),
+        *scores(records),
         "## Tables and figures",
         *(_section(item, records, why) for item, why in drawn.items()),
         "## Hardware and versions\n\n" + provenance_table(records),
@@ -66,6 +67,11 @@ def errors_table(items: Sequence[str], records: Records) -> str:
             cells.append(_error_cells(found))
     head = ["", "values compared", "median error", "not fitted on", "median error of these", "largest error"]
     return table([*head, "out of memory as in the paper"], cells)
+
+
+def scores(records: Records) -> list[str]:
+    """Of the throughput figures together, where they have been scored."""
+    return ["```text\n" + "\n".join(records["scores"]["results"]["says"]) + "\n```"] if "scores" in records else []
 
 
 def _error_cells(found: Mapping[str, Any]) -> list[str]:
