@@ -23,7 +23,9 @@ MOST_POINTS = 200  # of a curve that is drawn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="short runs, where there are no records of the long ones")
-    parser.add_argument("--fresh", action="store_true", help="make the long runs again, about an hour on two cores")
+    parser.add_argument(
+        "--fresh", action="store_true", help="make the long runs again, about half an hour on two cores"
+    )
 
 
 def gather(experiment: ModuleType, options: argparse.Namespace) -> list[dict[str, Any]]:

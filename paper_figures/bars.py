@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -19,6 +19,7 @@ LEGEND_INCHES = 2.1  # of a column
 BAR_INCHES = 0.2
 GROUP = 0.86  # of the room of a place, which its bars share
 PAPERS = "the paper's value, with our error"
+Look = tuple[str, str]  # colour and hatch
 # What was fitted on the paper's value: its error proves nothing.
 FITTED: dict[str, Any] = {"edgecolor": BLACK, "lw": 2.0, "ls": ":"}
 
@@ -29,10 +30,11 @@ def draw_bars(values: Frame, *, title: str, y_label: str, log: bool = False) -> 
     width = max(6.4, BAR_INCHES * _most_at_a_place(values) * len(places) + 1.6)
     figure = Figure(figsize=(width, 4.2), layout="constrained")
     axes = figure.subplots()
-    _draw_panel(axes, values, log=log)
+    looks = looks_of(systems)
+    _draw_panel(axes, values, looks, log=log)
     axes.set_ylabel(y_label)
     axes.set_title(title, loc="left")
-    _legend(figure, systems, PAPERS, some_fitted=any(is_fitted(value) for _, value in values.iterrows()))
+    _legend(figure, looks, PAPERS, some_fitted=any(is_fitted(value) for _, value in values.iterrows()))
     return figure
 
 
@@ -40,22 +42,26 @@ def draw_panels(panels: Mapping[str, Frame], *, title: str, y_label: str, mark: 
     """One below the other; `mark` says what stands where the paper's value does elsewhere."""
     figure = Figure(figsize=(9, 2.6 * len(panels) + 1.2), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    looks = looks_of(system for values in panels.values() for system in values["system"])
     for axes, (name, values) in zip(grid, panels.items(), strict=True):
-        _draw_panel(axes, values, log=False)
+        _draw_panel(axes, values, looks, log=False)
         axes.set_ylabel(y_label)
         axes.set_title(name, loc="left", fontsize=9)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    systems = dict.fromkeys(system for values in panels.values() for system in values["system"])
-    _legend(figure, list(systems), mark)
+    _legend(figure, looks, mark)
     return figure
 
 
-def _draw_panel(axes: Axes, values: Frame, *, log: bool) -> None:
+def looks_of(systems: Iterable[str]) -> dict[str, Look]:
+    """Of each system once, so that panels and legend agree."""
+    return {system: look_of(system, number_) for number_, system in enumerate(dict.fromkeys(systems))}
+
+
+def _draw_panel(axes: Axes, values: Frame, looks: Mapping[str, Look], *, log: bool) -> None:
     values = values.drop_duplicates(["system", "x"])
     systems, places = list(dict.fromkeys(values["system"])), list(dict.fromkeys(values["x"]))
     low, high = _range(values, log)
     width = GROUP / _most_at_a_place(values)
-    looks = {system: look_of(system, number_) for number_, system in enumerate(systems)}
     for place, x in enumerate(places):
         at_place = values[values["x"] == x].set_index("system")
         present = [system for system in systems if system in at_place.index]
@@ -83,7 +89,7 @@ def _range(values: Frame, log: bool) -> tuple[float, float]:
     return 0.0, max(every) * 1.18
 
 
-def _draw_one(axes: Axes, value: Column, middle: float, width: float, look: tuple[str, str], low: float) -> None:
+def _draw_one(axes: Axes, value: Column, middle: float, width: float, look: Look, low: float) -> None:
     ours, papers, error = number(value[["ours", "paper", "error"]])
     colour, hatch = look
     top = low
@@ -107,10 +113,9 @@ def is_fitted(value: Column) -> bool:
     return value["used_in_calibration"] in (True, "True")
 
 
-def _legend(figure: Figure, systems: list[str], mark: str, *, some_fitted: bool = False) -> None:
+def _legend(figure: Figure, looks: Mapping[str, Look], mark: str, *, some_fitted: bool = False) -> None:
     handles: list = []
-    for number_, system in enumerate(systems):
-        colour, hatch = look_of(system, number_)
+    for system, (colour, hatch) in looks.items():
         handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=system))
     handles.append(Line2D([], [], color=BLACK, lw=1.8, label=mark))
     if some_fitted:

@@ -6,12 +6,23 @@ import math
 
 import pandas as pd
 
-from paper_figures.evidence import HOLDS, IN_PART, NOT_REPRODUCED, UNTESTABLE, Evidence, Judgement, by_all, by_gain
-from paper_figures.frames import Column, Frame
+from paper_figures.evidence import (
+    CLOSE,
+    HOLDS,
+    IN_PART,
+    NOT_REPRODUCED,
+    UNTESTABLE,
+    Evidence,
+    Judgement,
+    by_all,
+    by_gain,
+)
+from paper_figures.frames import Column, Frame, our_frame
 
 ZERO_OFFLOAD, WITH_MP = "ZeRO-Offload", "ZeRO-Offload with MP"
 SEED_SDS = 2.0  # within so many standard deviations over seeds, two losses are the same
 FACTOR = 2.0
+OWN_OFFLOAD, OWN_DELAYED = "offload", "offload, delayed, inside backward"  # in throughput_small
 SMALL_BATCHES = ("1", "2", "4", "6", "8")
 
 
@@ -101,9 +112,15 @@ def cpu_adam(evidence: Evidence) -> Judgement:
 
 
 def delayed_speed(evidence: Evidence) -> Judgement:
-    gains = evidence.gains("fig9", "with DPU", "without DPU")
-    says = f"{1 + gains.min():.2f}x to {1 + gains.max():.2f}x"
-    return by_all([gains.min() >= 0.12 * 0.8, gains.max() >= 0.59 * 0.8], says)
+    """By our engine on the emulated device, beside the simulation of the paper's release."""
+    released = evidence.gains("fig9", "with DPU", "without DPU")
+    rows = our_frame(evidence.records["throughput_small"])
+    rows = rows[(rows["figure"] == "fig9") & (rows["kind"] == "measured")]
+    by_system = rows.pivot_table(index="x", columns="system", values="value", aggfunc="first").astype(float)
+    ours = by_system[OWN_DELAYED] / by_system[OWN_OFFLOAD] - 1
+    says = f"ours {1 + ours.min():.2f}x to {1 + ours.max():.2f}x, measured in small; the release, simulated, "
+    says += f"{1 + released.min():.2f}x to {1 + released.max():.2f}x"
+    return by_all([ours.min() >= CLOSE * 0.12, ours.max() >= CLOSE * 0.59], says)
 
 
 def _same(evidence: Evidence, item: str, measure: str) -> Judgement:

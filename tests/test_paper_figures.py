@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from paper_figures.__main__ import main
+from paper_figures.bars import draw_panels
 from paper_figures.claims import CLAIMS, judge_all
 from paper_figures.frames import errors_of, joined, paper_frame
 from paper_figures.items import ITEMS
@@ -63,6 +64,11 @@ def records() -> dict[str, dict]:
         for update, values in (("synchronous", (4.5, 4.2)), ("delayed after 40", (4.5, "diverged")))
         for lr, value in zip(("0.001", "0.01"), values, strict=True)
     ]
+    small = [
+        row(system, "params", "2B", value, "TFLOPS", kind=kind, figure="fig9")
+        for kind in ("measured", "simulated")
+        for system, value in (("offload", 26.0), ("offload, delayed, inside backward", 30.0))
+    ]
     late = {"optimizer": "AdamW", "update": "delayed after 40", "seeds": 3}
     differences = [late | {"lr": 0.001, "mean": 0.0, "in_seed_sds": 0.1}, late | {"lr": 0.01, "mean": None}]
     differences[1]["in_seed_sds"] = None
@@ -74,6 +80,7 @@ def records() -> dict[str, dict]:
         "fig11": record_of("fig11", fig11),
         "fig12": record_of("fig12", [], differences=[difference], **curves),
         "calibration": record_of("calibration", [], numbers=numbers),
+        "throughput_small": record_of("throughput_small", small),
         "delay_rates": record_of("delay_rates", rates, differences=differences),
     }
 
@@ -180,7 +187,7 @@ def test_a_verdict_follows_its_record(tmp_path):
     assert verdict_of(tmp_path, late, of) == "not reproduced"
     fast = "The delayed update makes"
     assert verdict_of(tmp_path, fast, of) == "holds in part"
-    of["fig9"]["results"]["rows"][1]["value"] = 20.0
+    of["throughput_small"]["results"]["rows"][1]["value"] = 20.0
     assert verdict_of(tmp_path, fast, of) == "not reproduced"
     assert verdict_of(tmp_path, "CPU-Adam is over 5x", of) == "no record yet"
 
@@ -208,3 +215,16 @@ def test_figures_know_records_alone():
     code = "import sys, paper_figures.__main__; print([name for name in sys.modules if name[:5] in ('zofft', 'torch')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_system_looks_the_same_in_all_panels_and_in_the_legend():
+    def values(*systems):
+        columns = {"system": systems, "x_name": "batch", "x": "1", "ours": 1.0, "paper": 1.0, "error": 0.0}
+        return pd.DataFrame(columns | {"used_in_calibration": False})
+
+    panels = {"one": values("unheard", "of"), "other": values("of", "unheard")}
+    figure = draw_panels(panels, title="", y_label="", mark="")
+    drawn = [[bar.get_facecolor() for bar in axes.patches] for axes in figure.axes]
+    legend = [handle.get_facecolor() for handle in figure.legends[0].legend_handles[:2]]
+    assert drawn[0] == drawn[1][::-1] == legend
+    assert legend[0] != legend[1]
