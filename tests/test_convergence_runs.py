@@ -308,5 +308,5 @@ def test_the_long_runs_are_what_is_asked_for():
     sweep = {
         (run.optimizer, run.lr, run.delay_after, run.seed) for run in runs if run.experiment == "convergence_sweep"
     }
-    assert len(sweep) == 3 * 4 * 3 * 3
+    assert len(sweep) == (5 + 3 + 3) * 3 * 3  # rates of three optimizers, updates, seeds
     assert importlib.import_module("experiments.convergence") is convergence
