@@ -12,6 +12,7 @@ from experiments.registry import ITEMS, described
 from zofftk.cli import explain
 
 LIST, RUN, ALL = "list", "run", "all"
+WHOLE = {"quick", "fresh", "kept"}  # options with which an experiment is still all of it
 
 
 def main() -> int:
@@ -40,6 +41,7 @@ def build_parser(chosen: str) -> argparse.ArgumentParser:
             several.add_argument("names", nargs="+", choices=ITEMS, metavar="NAME", help=", ".join(ITEMS))
         several.add_argument("--quick", action="store_true", help="small settings, kept apart from the full ones")
         several.add_argument("--fresh", action="store_true", help="also what has a record, and the long training runs")
+        several.add_argument("--again", action="store_true", help="also what has a record, but no training run")
         several.set_defaults(carry_out=run_several, names=list(ITEMS))
     for name, shows in described().items():
         command = commands.add_parser(name, help=shows)
@@ -47,24 +49,33 @@ def build_parser(chosen: str) -> argparse.ArgumentParser:
             module = importlib.import_module(f"experiments.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
-            command.set_defaults(carry_out=run_one, run=module.run)
+            usual = vars(command.parse_args([]))
+            if name in ITEMS and "quick" not in usual:
+                command.add_argument("--quick", action="store_true", help="as without, kept with quick runs")
+            command.set_defaults(carry_out=run_one, run=module.run, usual=usual)
     return parser
 
 
 def run_several(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys(options.names))
-    return carry_out(names, quick=options.quick, fresh=options.fresh, console=Console())
+    return carry_out(names, quick=options.quick, fresh=options.fresh, again=options.again, console=Console())
 
 
 def run_one(options: argparse.Namespace) -> int:
-    with setting(quick=getattr(options, "quick", False)):
+    """With options that choose a part, or another setting, the record is kept apart."""
+    is_partial = any(getattr(options, name) != value for name, value in options.usual.items() if name not in WHOLE)
+    with setting(quick=getattr(options, "quick", False), partial=is_partial):
         return options.run(options)
+
+
+def _minutes(minutes: float) -> str:
+    return "" if minutes < 1 else " about a minute" if minutes == 1 else f" about {minutes:g} minutes"
 
 
 def listing() -> str:
     shown = described()
     measurements = [name for name in shown if name not in ITEMS]
-    minutes = {name: f" about {item.minutes:g} minutes" if item.minutes >= 1 else "" for name, item in ITEMS.items()}
+    minutes = {name: _minutes(item.minutes) for name, item in ITEMS.items()}
     return "\n".join(
         [
             "Tables and figures of the paper, each with one record under experiments/results:",

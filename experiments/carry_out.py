@@ -2,24 +2,23 @@
 
 import argparse
 import importlib
-import json
 import time
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.record import item_path, setting
+from experiments.record import item_path, read_item, setting
 from experiments.registry import ITEMS, Item
 
 INTERRUPTED = 130
 
 
-def carry_out(names: Sequence[str], *, quick: bool, fresh: bool, console: Console) -> int:
-    """An item whose record is there is left out. `fresh` takes the records away first, so that what an interruption
-    leaves undone is done by the same command without it.
+def carry_out(names: Sequence[str], *, quick: bool, fresh: bool, console: Console, again: bool = False) -> int:
+    """An item whose record is there is left out. `fresh` and `again` take the records away first, so that what an
+    interruption leaves undone is done by the same command without it; `fresh` also makes training runs anew.
     """
-    if fresh:
+    if fresh or again:
         for name in names:
             item_path(name, quick=quick).unlink(missing_ok=True)
     console.print(_announcement(names, quick), highlight=False)
@@ -32,7 +31,7 @@ def carry_out(names: Sequence[str], *, quick: bool, fresh: bool, console: Consol
             try:
                 said = _carry_out_one(name, quick=quick, fresh=fresh)
             except KeyboardInterrupt:
-                console.print(f"interrupted in {name}: the same command, without --fresh, goes on with it")
+                console.print(f"interrupted in {name}: the same command, without --fresh or --again, goes on with it")
                 return INTERRUPTED
             except Exception as error:  # the others can do without it
                 said = f"failed: {type(error).__name__}: {error}"
@@ -72,9 +71,13 @@ def _carry_out_one(name: str, *, quick: bool, fresh: bool) -> str:
 
 
 def is_finished(name: str, *, quick: bool) -> bool:
-    """A record of this setting is there, whole."""
-    try:
-        record = json.loads(item_path(name, quick=quick).read_text())
-    except (OSError, json.JSONDecodeError):
+    """A record of this setting is there, whole, of all training runs, and with today's calibration where it has one."""
+    record = read_item(name, quick=quick)
+    config = record.get("config") if record is not None else None
+    if not isinstance(config, dict) or config.get("missing"):
         return False
-    return record.get("experiment") == name and "results" in record
+    if "calibration" not in config:
+        return True
+    from experiments.calibration.calibrated import load  # which imports torch, too slow for what only lists
+
+    return config["calibration"] == dict(load().values)

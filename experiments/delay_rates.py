@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     report = report_sweep(records)
     print("\n".join(report))
     results = {"rows": [final_row(*setting) for setting in settings], "differences": differences_of(settings)}
-    config = {"records": len(records), "made on": records[0].get("hardware")}
+    config = loss_curves.counted(convergence_sweep, records) | {"made on": records[0].get("hardware")}
     print("record:", keep("delay_rates", config, None, results | {"report": report}))
     return 0
 

@@ -20,6 +20,7 @@ def run(options: argparse.Namespace) -> int:
     report = report_pretraining(records)
     print("\n".join(report))
     names = [f"{record['config']['experiment']}/{record['config']['model']}" for record in records]
-    config = {"records": len(records), "of": sorted(set(names)), "made on": records[0].get("hardware")}
+    config = {"of": sorted(set(names)), "made on": records[0].get("hardware")}
+    config |= loss_curves.counted(convergence_gpt, records)
     print("record:", keep("fig12", config, None, results | {"report": report}))
     return 0

@@ -24,6 +24,9 @@ def run(options: argparse.Namespace) -> int:
     results = loss_curves.summarise(records, MEASURES, **{"macro F1": "share", "accuracy": "share"})
     report = report_finetuning(records)
     print("\n".join(report))
-    config = {"records": len(records), "data": records[0]["data"], "made on": records[0].get("hardware")}
+    config = loss_curves.counted(convergence_bert, records) | {
+        "data": records[0]["data"],
+        "made on": records[0].get("hardware"),
+    }
     print("record:", keep("fig13", config, None, results | {"report": report}))
     return 0

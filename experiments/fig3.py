@@ -7,12 +7,13 @@ from typing import Any
 from experiments.record import keep
 from experiments.rehearsed_steps import Rehearsed, first_ms, last_ms, of_step, overlap_ms, total_ms
 from experiments.rows import row
+from experiments.whole_number import at_least_1
 
 FULL = Rehearsed(model="1b", profile="v100-dgx2", micro_batch=8, bucket_bytes=128 << 20, steps=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--micro-batch", type=int, default=FULL.micro_batch, help=f"default: {FULL.micro_batch}")
+    parser.add_argument("--micro-batch", type=at_least_1, default=FULL.micro_batch, help=f"default: {FULL.micro_batch}")
 
 
 def run(options: argparse.Namespace) -> int:

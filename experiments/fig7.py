@@ -13,6 +13,7 @@ from typing import Any
 from experiments.paper_values import paper_values
 from experiments.record import keep
 from experiments.rows import row as row_of
+from experiments.whole_number import at_least_1
 from zofftk.baselines.ladder import ladder
 from zofftk.baselines.prediction import ON_ONE_DEVICE, OWN, SYSTEMS, Prediction, predict
 from zofftk.gpt_config import GPTConfig
@@ -64,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*SYSTEMS, OWN]
     parser.add_argument("--systems", nargs="+", choices=names, default=[*PRINTED, "zero3", "deepspeed", OWN])
     parser.add_argument("--gpus", nargs="+", type=int, choices=GPUS, default=list(GPUS))
-    parser.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help=f"of all systems (default: {MICRO_BATCH})")
+    parser.add_argument(
+        "--micro-batch", type=at_least_1, default=MICRO_BATCH, help=f"of all systems (default: {MICRO_BATCH})"
+    )
     parser.add_argument(
         "--most-slices", type=int, default=MOST_SLICES, help=f"that a layer is cut over (default: {MOST_SLICES})"
     )

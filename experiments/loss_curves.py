@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.curves import kept
 from experiments.curves.analysis import first_difference, mean_and_sd, smoothed
+from experiments.curves.command import QUICK
 from experiments.curves.report import SMOOTHED_SHARE, BySeed, Record, against, by_config, by_update, each, losses
 from experiments.rows import row
 from zofftk.errors import InputError
@@ -32,16 +33,21 @@ def gather(experiment: ModuleType, options: argparse.Namespace) -> list[dict[str
     """The records there are; InputError where there are none."""
     if options.fresh:
         _train(experiment, ["--fresh"])
-    records, is_quick = _records(experiment, quick=False), False
+    records = _records(experiment, quick=False)
     if not records and options.quick:
         _train(experiment, ["--quick"])
-        records, is_quick = _records(experiment, quick=True), True
+        records = _records(experiment, quick=True)
     if not records:
         raise InputError(f"expected records of training runs: make them with python -m experiments {_name(experiment)}")
-    missing = len(experiment.runs(quick=is_quick)) - len(records)
-    if missing > 0:
+    if missing := counted(experiment, records)["missing"]:
         print(f"without {missing} runs: python -m experiments {_name(experiment)} makes them")
     return records
+
+
+def counted(experiment: ModuleType, records: Sequence[Record]) -> dict[str, int]:
+    """How many training runs there are, and how many more there should be; an item without them all is not finished."""
+    is_quick = records[0]["config"]["experiment"].startswith(QUICK)
+    return {"records": len(records), "missing": len(experiment.runs(quick=is_quick)) - len(records)}
 
 
 def _name(experiment: ModuleType) -> str:

@@ -1,7 +1,8 @@
 """Keeps what an experiment found: JSON with everything needed to judge and to repeat it.
 
 A table or figure of the paper has one record, which a new run replaces; figures are drawn from these, and they are
-committed. Other measurements keep every run.
+committed. Other measurements keep every run, and so does a table or figure that is run with options of its own, which
+is not all of it.
 """
 
 import json
@@ -19,17 +20,20 @@ from zofftk.run_record import describe_run, write_record
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = "quick"  # a folder of its own, so that trying out leaves the kept records alone
+PARTIAL = "partial"  # a folder for what was run with options of its own
 _is_quick: ContextVar[bool] = ContextVar("_is_quick", default=False)
+_is_partial: ContextVar[bool] = ContextVar("_is_partial", default=False)
 
 
 @contextmanager
-def setting(*, quick: bool) -> Iterator[None]:
-    """Inside, what is kept is of quick runs, or not."""
-    token = _is_quick.set(quick)
+def setting(*, quick: bool, partial: bool = False) -> Iterator[None]:
+    """Inside, what is kept is of quick runs, or not; what is partial stands for no table or figure."""
+    tokens = _is_quick.set(quick), _is_partial.set(partial)
     try:
         yield
     finally:
-        _is_quick.reset(token)
+        _is_quick.reset(tokens[0])
+        _is_partial.reset(tokens[1])
 
 
 def item_path(name: str, *, quick: bool) -> Path:
@@ -37,11 +41,17 @@ def item_path(name: str, *, quick: bool) -> Path:
 
 
 def load_item(name: str) -> dict[str, Any] | None:
-    """The record of a table or figure, of quick runs inside such a setting; None where there is none."""
+    """The record of a table or figure, of quick runs inside such a setting; None where there is none that is whole."""
+    return read_item(name, quick=_is_quick.get())
+
+
+def read_item(name: str, *, quick: bool) -> dict[str, Any] | None:
     try:
-        return json.loads(item_path(name, quick=_is_quick.get()).read_text())
-    except (OSError, json.JSONDecodeError):
+        record = json.loads(item_path(name, quick=quick).read_text())
+    except (OSError, ValueError):
         return None
+    is_one = isinstance(record, dict) and isinstance(record.get("results"), dict)
+    return record if is_one and (record.get("experiment"), record.get("quick")) == (name, quick) else None
 
 
 def keep(experiment: str, config: dict[str, Any], samples: Any, results: dict[str, Any]) -> Path:
@@ -55,9 +65,11 @@ def keep(experiment: str, config: dict[str, Any], samples: Any, results: dict[st
     if experiment in ITEMS:
         item, quick = ITEMS[experiment], _is_quick.get()
         more |= {"title": item.title, "kind": item.kind, "quick": quick}
-        path = item_path(experiment, quick=quick)
+    if experiment in ITEMS and not _is_partial.get():
+        path = item_path(experiment, quick=_is_quick.get())
     else:
+        folder = RESULTS / PARTIAL if experiment in ITEMS else RESULTS
         machine = f"{platform.machine()}-{os.cpu_count()}cores"
-        path = RESULTS / experiment / f"{time.strftime('%Y%m%d-%H%M%S')}_{machine}.json"
+        path = folder / experiment / f"{time.strftime('%Y%m%d-%H%M%S')}_{machine}.json"
     write_record(path, describe_run(config, **more, results=results, samples=samples))
     return path

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    rows = predicted_rows(options.figures, load())
+    calibration = load()
+    rows = predicted_rows(options.figures, calibration)
     results = {
         "errors": median_errors(rows),
         "orders": orders(rows),
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     }
     says = report(results)
     print(*says, sep="\n")
-    config = {"figures": options.figures, "least_gap": LEAST_GAP}
+    config = {"figures": options.figures, "least_gap": LEAST_GAP, "calibration": dict(calibration.values)}
     print("record:", keep("scores", config, None, results | {"says": says}))
     return 0
 

@@ -16,6 +16,7 @@ import torch
 from experiments.adam_sides import BUFFER_BYTES, BYTES, CASTS, OURS, OWN_BYTES, PLAIN, STREAM, Sides, open_sides
 from experiments.record import keep
 from experiments.rows import row
+from experiments.whole_number import at_least_1
 from zofftk.bench.cpu_adam import SPIN_S, environment
 from zofftk.host_memory import available_memory
 from zofftk.threads import usable_threads
@@ -28,8 +29,8 @@ PRINTED = {OURS: "CPU-Adam", PLAIN: "PT-CPU"}  # what the paper's columns are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=3, help="timed turns (default: 3)")
-    parser.add_argument("--numel", type=int, default=FULL_NUMEL, help=f"at most (default: {FULL_NUMEL:,})")
+    parser.add_argument("--repeats", type=at_least_1, default=3, help="timed turns (default: 3)")
+    parser.add_argument("--numel", type=at_least_1, default=FULL_NUMEL, help=f"at most (default: {FULL_NUMEL:,})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_NUMEL:,} parameters, all sizes extrapolated")
 
 

@@ -25,8 +25,10 @@ from experiments.small_chain import Chain, offloaded_step, resident_step
 from experiments.small_machine import BLOCKS, SLOWER, SmallModel, slowed, small_model
 from experiments.throughput_cases import SYSTEMS, Case, all_cases, quick_cases
 from experiments.verdict import verdict
+from experiments.whole_number import at_least_1
 from zofftk.device.base import COMPUTE
 from zofftk.device.virtual import VirtualDevice
+from zofftk.errors import InputError
 from zofftk.presets import PRESETS
 from zofftk.profile import Profile, load_profile
 from zofftk.virtual.durations import Durations
@@ -48,7 +50,7 @@ class Prepared:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=3, help="turns of all runs (default: 3)")
+    parser.add_argument("--repeats", type=at_least_1, default=3, help="turns of all runs (default: 3)")
     parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name has TEXT, such as fig9")
     parser.add_argument("--quick", action="store_true", help="the smallest batch of Figure 14 alone")
     parser.add_argument("--profile", default="v100-dgx2", help="the machine (default: v100-dgx2)")
@@ -57,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     profile = load_profile(options.profile)
     cases = [case for case in (quick_cases() if options.quick else all_cases()) if options.only in case.name]
+    if not cases:
+        raise InputError(f"--only: expected a part of a run's name, such as fig9, got {options.only}")
     with one_thread():
         prepared = [prepare(case, profile) for case in cases]
         predicted = {each.case.name: predict(each) for each in prepared}

@@ -9,7 +9,8 @@ from paper_figures.frames import OOM, Column, number, our_frame
 from paper_figures.records import Records
 
 HOLDS, IN_PART, NOT_REPRODUCED, UNTESTABLE = "holds", "holds in part", "not reproduced", "cannot be tested here"
-CLOSE = 0.8  # of a gain that is claimed: so much of it, or more, and the claim holds
+CLOSE = 0.8  # of a gain that is claimed: so much of it, or more, and the claim holds ...
+FACTOR = 2.0  # ... but not with more than so many times as much: that is another finding
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ Judge = Callable[[Evidence], Judgement]
 
 
 def by_gain(gain: float, claimed: float, says: str) -> Judgement:
-    """Holds where most of the gain is there, in part where some is."""
-    verdict = HOLDS if gain >= CLOSE * claimed else IN_PART if gain > 0 else NOT_REPRODUCED
+    """Holds where the gain is about what is claimed, in part where there is some."""
+    verdict = HOLDS if CLOSE * claimed <= gain <= FACTOR * claimed else IN_PART if gain > 0 else NOT_REPRODUCED
     return Judgement(verdict, says)
 
 

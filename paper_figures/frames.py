@@ -88,8 +88,8 @@ def label_of(value: Column, error: float, *, both: str = "OOM, both") -> str:
     if value["ours"] == OOM:
         return "OOM" if pd.isna(value["paper"]) else "OOM here"
     if value["paper"] == OOM:
-        return "OOM in the paper"
-    return f"{error:+.0%}" if pd.notna(error) else ""
+        return "OOM in the paper" if pd.notna(value["ours"]) else ""
+    return f"{error:+.0%}".replace("-0%", "+0%") if pd.notna(error) else ""
 
 
 def errors_of(item: str, record: Record) -> dict[str, Any]:

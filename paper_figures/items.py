@@ -146,7 +146,8 @@ ITEMS: dict[str, Item] = {
         "Table 2",
         "the machines",
         "Ours for the DGX-2 node is the profile that simulations run on. Its PCIe is what was reached one way and the "
-        "other, not the datasheet's sum. This machine's rows are measured.",
+        "other, not the datasheet's sum; its matrix products are what large ones reach, before the calibration. A "
+        "GPU's GB are GiB. This machine's rows are measured.",
         _table("machine", "property"),
     ),
     "table3": Item(
@@ -162,7 +163,8 @@ ITEMS: dict[str, Item] = {
         "latency of one Adam step on the CPU",
         "CPU-Adam is our kernel (fp32 moments, 16-bit gradients in and 16-bit values out), PT-CPU torch's plain loop, "
         "which is what torch had when the paper was written. Streaming is the fastest loop that moves the same 28 "
-        "bytes a parameter. This machine has two cores where the paper's had 48.",
+        "bytes a parameter. This machine has two cores where the paper's had 48. At 67 million parameters, in huge "
+        "pages, ratios are somewhat larger (README, Numbers).",
         _sides,
     ),
     "fig2": Item(
@@ -199,7 +201,7 @@ ITEMS: dict[str, Item] = {
     "fig7": Item(
         "Figure 7",
         "the largest model that each system trains",
-        BARS + "zero3, deepspeed and zofftk are not in the paper's figure.",
+        BARS + "zero3, deepspeed and zofftk are not in the paper's figure. The ladder of sizes ends at 100.",
         _bars("billions of parameters", log=True),
     ),
     "fig8": Item(
@@ -218,7 +220,8 @@ ITEMS: dict[str, Item] = {
     "fig11": Item(
         "Figure 11",
         "throughput on 1 to 128 GPUs",
-        "Filled marks are ours, hollow ones the paper's.",
+        "Filled marks are ours, hollow ones the paper's. Between nodes, at the 4.4 GB/s that the fit finds for them, "
+        "our engine falls behind ZeRO-Offload as released; docs/figures.md says what is known of it.",
         lambda item, record: draw_scaling(joined(item, record), title=ITEMS[item].heading),
     ),
     "fig12": Item(
@@ -253,7 +256,8 @@ ITEMS: dict[str, Item] = {
         "",
         "Throughput in small, on the emulated device",
         "A bar is measured: compute sleeps, links are timed, updates are real, all slowed alike; it is given as the "
-        "throughput of the large model. The mark on it is the dry run of the same schedule.",
+        "throughput of the large model, by 96·B·s·L·h² and on the profile before its calibration, so it is not that of "
+        "Figures 8 to 14. The mark on it is the dry run of the same schedule.",
         _in_small,
         _own_rows,
     ),

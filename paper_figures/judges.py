@@ -8,6 +8,7 @@ import pandas as pd
 
 from paper_figures.evidence import (
     CLOSE,
+    FACTOR,
     HOLDS,
     IN_PART,
     NOT_REPRODUCED,
@@ -21,8 +22,7 @@ from paper_figures.frames import Column, Frame, our_frame
 
 ZERO_OFFLOAD, WITH_MP = "ZeRO-Offload", "ZeRO-Offload with MP"
 SEED_SDS = 2.0  # within so many standard deviations over seeds, two losses are the same
-FACTOR = 2.0
-OWN_OFFLOAD, OWN_DELAYED = "offload", "offload, delayed, inside backward"  # in throughput_small
+OWN, OWN_DELAYED, WHERE = "offload", "offload, delayed, {}", ("inside backward", "at step")  # in throughput_small
 SMALL_BATCHES = ("1", "2", "4", "6", "8")
 
 
@@ -57,20 +57,23 @@ def traffic(evidence: Evidence) -> Judgement:
 def headline(evidence: Evidence) -> Judgement:
     ours = evidence.values("fig8", ZERO_OFFLOAD)["10B"]
     torchs = evidence.values("fig8", "PyTorch").dropna()
-    return by_all([ours >= 40, ours > torchs.max()], f"{ours:.1f} at 10 B, PyTorch {torchs.max():.1f} at most")
+    about_30 = CLOSE * 30 <= torchs.max() <= 30 / CLOSE
+    return by_all([ours >= 40, about_30], f"{ours:.1f} at 10 B, PyTorch {torchs.max():.1f} at most")
 
 
-def _mean_and_most(evidence: Evidence, other: str, claimed: float) -> Judgement:
+def _mean_and_most(evidence: Evidence, other: str, mean: float, most: float) -> Judgement:
     gains = evidence.gains("fig8", ZERO_OFFLOAD, other)
-    return by_gain(gains.mean(), claimed, f"{gains.mean():+.0%} on average, {gains.max():+.0%} at most")
+    verdicts = {by_gain(gains.mean(), mean, "").verdict, by_gain(gains.max(), most, "").verdict}
+    verdict = verdicts.pop() if len(verdicts) == 1 else IN_PART
+    return Judgement(verdict, f"{gains.mean():+.0%} on average, {gains.max():+.0%} at most")
 
 
 def against_l2l(evidence: Evidence) -> Judgement:
-    return _mean_and_most(evidence, "L2L", 0.14)
+    return _mean_and_most(evidence, "L2L", 0.14, 0.22)
 
 
 def against_swap_advisor(evidence: Evidence) -> Judgement:
-    return _mean_and_most(evidence, "SwapAdvisor", 0.23)
+    return _mean_and_most(evidence, "SwapAdvisor", 0.23, 0.37)
 
 
 def on_a_node(evidence: Evidence) -> Judgement:
@@ -117,10 +120,14 @@ def delayed_speed(evidence: Evidence) -> Judgement:
     rows = our_frame(evidence.records["throughput_small"])
     rows = rows[(rows["figure"] == "fig9") & (rows["kind"] == "measured")]
     by_system = rows.pivot_table(index="x", columns="system", values="value", aggfunc="first").astype(float)
-    ours = by_system[OWN_DELAYED] / by_system[OWN_OFFLOAD] - 1
-    says = f"ours {1 + ours.min():.2f}x to {1 + ours.max():.2f}x, measured in small; the release, simulated, "
-    says += f"{1 + released.min():.2f}x to {1 + released.max():.2f}x"
-    return by_all([ours.min() >= CLOSE * 0.12, ours.max() >= CLOSE * 0.59], says)
+    inside, at_step = (by_system[OWN_DELAYED.format(where)] / by_system[OWN] - 1 for where in WHERE)
+    says = f"{_range(inside)} exchanged inside backward, {_range(at_step)} at the step, ours, measured in small; "
+    says += f"the release, simulated, {_range(released)}"
+    return by_all([inside.min() >= CLOSE * 0.12, inside.max() >= CLOSE * 0.59], says)
+
+
+def _range(gains: Column) -> str:
+    return f"{1 + gains.min():.2f}x to {1 + gains.max():.2f}x"
 
 
 def _same(evidence: Evidence, item: str, measure: str) -> Judgement:
@@ -140,7 +147,7 @@ def delayed_loss(evidence: Evidence) -> Judgement:
     drawn = _same(evidence, "fig12", "held-out loss")
     found: Frame = pd.DataFrame(evidence.results("delay_rates")["differences"])
     found = found[(found["optimizer"] == "AdamW") & found["update"].str.startswith("delayed after")]
-    same = found[found["in_seed_sds"] <= SEED_SDS]["lr"]
+    same = found[(found["in_seed_sds"] <= SEED_SDS) | (found["mean"] <= 0)]["lr"]
     at = f" ({', '.join(f'{lr:g}' for lr in same)})" if len(same) else ""
     says = f"{drawn.number}; not higher at {len(same)} of {len(found)} learning rates of AdamW{at}"
     verdict = drawn.verdict if drawn.verdict != NOT_REPRODUCED or not len(same) else IN_PART
@@ -148,7 +155,8 @@ def delayed_loss(evidence: Evidence) -> Judgement:
 
 
 def delayed_f1(evidence: Evidence) -> Judgement:
-    return _same(evidence, "fig13", "macro F1")
+    of_f1, of_loss = (_same(evidence, "fig13", measure) for measure in ("macro F1", "test loss"))
+    return Judgement(of_f1.verdict, f"F1 {of_f1.number}; loss on test texts {of_loss.number}")
 
 
 def exact(evidence: Evidence) -> Judgement:

@@ -23,9 +23,9 @@ def load_record(item: str, results: Path = RESULTS) -> Record:
     """Raises MissingRecordError where there is none, or none that is whole."""
     try:
         record = json.loads((results / item / f"{item}.json").read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         raise MissingRecordError(item) from None
-    if "results" not in record:
+    if not isinstance(record, dict) or not isinstance(record.get("results"), dict):
         raise MissingRecordError(item)
     return record
 

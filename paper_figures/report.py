@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,19 @@ from paper_figures.items import ITEMS
 from paper_figures.records import Record, Records
 
 INTRODUCTION = (
-    "# ZeRO-Offload's tables and figures, drawn again\n\n"
     "Drawn by `python -m paper_figures` from the records of `python -m experiments all`, beside the values of the "
-    "paper (Ren et al., USENIX ATC 2021). How to run and to draw: [docs/reproduce.md](../docs/reproduce.md).\n\n"
+    "paper (Ren et al., USENIX ATC 2021). How to run and to draw: [docs/reproduce.md]({guide}).\n\n"
     "Each says how it was obtained. *Computed*: it follows from definitions. *Measured*: timed on the machine named "
     "below. *Simulated*: the engine's own schedule, or that of the compared system, on a virtual device whose clock "
     "runs by the profile of the paper's machine; no GPU was used. The error is ours over the paper's, less 1. The "
     "paper's bars are read off its pictures, within 0.3 TFLOPS."
 )
+TITLE = "# ZeRO-Offload's tables and figures, drawn again"
+QUICK = (
+    "**Drawn from quick settings**: few places of each figure and tiny runs. Verdicts and errors below are of those, "
+    "and say nothing of the whole."
+)
+GUIDE = Path(__file__).parent.parent / "docs" / "reproduce.md"
 KINDS = {
     "computed": "*Computed.*",
     "simulated": "*Simulated.*",
@@ -31,10 +37,13 @@ KINDS = {
 }
 
 
-def markdown(records: Records, drawn: Mapping[str, str]) -> str:
-    """`drawn` says by item why it could not be drawn, or nothing."""
+def markdown(records: Records, drawn: Mapping[str, str], folder: Path) -> str:
+    """`drawn` says by item why it could not be drawn, or nothing; links are those of a page in `folder`."""
+    is_quick = any(records[item].get("quick") for item in drawn if item in records)
     sections = [
-        INTRODUCTION,
+        TITLE,
+        *([QUICK] if is_quick else []),
+        INTRODUCTION.format(guide=os.path.relpath(GUIDE, folder)),
         "## Claims\n\n" + claims_table(judge_all(records)),
         "## Errors\n\n" + errors_table([item for item, why in drawn.items() if not why], records),
         *scores(records),
@@ -161,6 +170,6 @@ def as_html(text: str) -> str:
 
 
 def write_report(records: Records, drawn: Mapping[str, str], folder: Path) -> None:
-    text = markdown(records, drawn)
+    text = markdown(records, drawn, folder)
     (folder / "README.md").write_text(text)
     (folder / "report.html").write_text(as_html(text))

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures.frames import Frame, label_of, number
-from paper_figures.style import BLACK, LINES, look_of
+from paper_figures.style import BLACK, GREY, LINES, look_of
 
 MARKS = ("o", "s", "^", "D")
 
@@ -33,6 +33,10 @@ def draw_scaling(values: Frame, *, title: str) -> Figure:
                     ms=8,
                     label=f"{system}, the paper",
                 )
+        fitted = of_system[of_system["used_in_calibration"].map(str) == "True"]
+        if len(fitted):
+            look = {"ls": "none", "marker": "s", "ms": 15, "mfc": "none", "mec": GREY, "mew": 1.2}
+            of_one.plot(fitted["x"].astype(int), number(fitted["ours"]), label="fitted on the paper's value", **look)
     _say_errors(of_one, values)
     for axes, y_label in ((of_one, "TFLOPS per GPU"), (of_all, "TFLOPS of all GPUs")):
         ticks = sorted(set(values["x"].astype(int)))

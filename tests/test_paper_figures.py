@@ -14,7 +14,7 @@ import pytest
 from paper_figures.__main__ import main
 from paper_figures.bars import draw_panels
 from paper_figures.claims import CLAIMS, judge_all
-from paper_figures.frames import errors_of, joined, paper_frame
+from paper_figures.frames import errors_of, joined, label_of, paper_frame
 from paper_figures.items import ITEMS
 from paper_figures.records import MissingRecordError, Records, load_record
 
@@ -67,7 +67,11 @@ def records() -> dict[str, dict]:
     small = [
         row(system, "params", "2B", value, "TFLOPS", kind=kind, figure="fig9")
         for kind in ("measured", "simulated")
-        for system, value in (("offload", 26.0), ("offload, delayed, inside backward", 30.0))
+        for system, value in (
+            ("offload", 26.0),
+            ("offload, delayed, inside backward", 30.0),
+            ("offload, delayed, at step", 27.0),
+        )
     ]
     late = {"optimizer": "AdamW", "update": "delayed after 40", "seeds": 3}
     differences = [late | {"lr": 0.001, "mean": 0.0, "in_seed_sds": 0.1}, late | {"lr": 0.01, "mean": None}]
@@ -183,7 +187,7 @@ def test_a_verdict_follows_its_record(tmp_path):
     of = copy.deepcopy(of)
     of["fig12"]["results"]["differences"][0]["in_seed_sds"] = 7.0
     assert verdict_of(tmp_path, late, of) == "holds in part"
-    of["delay_rates"]["results"]["differences"][0]["in_seed_sds"] = 7.0
+    of["delay_rates"]["results"]["differences"][0] |= {"in_seed_sds": 7.0, "mean": 0.5}
     assert verdict_of(tmp_path, late, of) == "not reproduced"
     fast = "The delayed update makes"
     assert verdict_of(tmp_path, fast, of) == "holds in part"
@@ -228,3 +232,35 @@ def test_a_system_looks_the_same_in_all_panels_and_in_the_legend():
     legend = [handle.get_facecolor() for handle in figure.legends[0].legend_handles[:2]]
     assert drawn[0] == drawn[1][::-1] == legend
     assert legend[0] != legend[1]
+
+
+def test_users_mistakes_are_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--results", str(tmp_path / "nowhere")])
+    assert "--results: expected a folder of records, got" in capsys.readouterr().err
+    results = write(tmp_path / "results", {"fig9": records()["fig9"]})
+    (tmp_path / "file").write_text("")
+    assert main(["fig9", "--results", str(results), "--out", str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file'}")
+    (results / "fig9" / "fig9.json").write_text('{"results": null}')
+    assert main(["fig9", "--results", str(results), "--out", str(tmp_path / "out")]) == 1
+    assert "no record yet" in capsys.readouterr().err
+
+
+def test_one_item_leaves_the_report_alone(tmp_path):
+    results = write(tmp_path / "results", {"fig9": records()["fig9"]})
+    assert main(["fig9", "--results", str(results), "--out", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_a_report_of_quick_records_says_so(tmp_path, drawn):
+    quick = records()["fig9"] | {"quick": True}
+    assert main(["--results", str(write(tmp_path / "results", {"fig9": quick})), "--out", str(tmp_path / "out")]) == 0
+    assert "quick settings" in (tmp_path / "out" / "README.md").read_text()
+    assert "quick settings" not in (drawn[0] / "README.md").read_text()
+
+
+def test_what_was_not_run_is_not_said_to_fit():
+    both = joined("fig11", record_of("fig11", [row("ZeRO-Offload", "gpus", 1, 35.0, "TFLOPS/GPU")]))
+    (no_room,) = both[(both["system"] == "ZeRO-2") & (both["x"] == "1")].to_dict("records")
+    assert label_of(no_room, no_room["error"]) == ""

@@ -163,3 +163,44 @@ def test_schedules_are_examined():
 @pytest.mark.parametrize("name", ITEMS)
 def test_items_can_be_run_directly(name):
     command.build_parser(name).parse_args([name])
+
+
+def test_what_is_run_with_options_of_its_own_is_kept_apart(results, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["experiments", "fig3", "--micro-batch", "1"])
+    assert command.main() == 0
+    assert not record.item_path("fig3", quick=False).exists()
+    assert list((results / "partial" / "fig3").glob("*.json"))
+    monkeypatch.setattr("sys.argv", ["experiments", "table1", "--quick"])
+    assert command.main() == 0
+    assert record.item_path("table1", quick=True).exists()
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["[1, 2]", '{"experiment": "table1", "results": null}', '{"experiment": "table1", "quick": true, "results": {}}'],
+)
+def test_a_record_that_is_none_of_this_setting_is_made_anew(results, written):
+    path = record.item_path("table1", quick=False)
+    path.parent.mkdir(parents=True)
+    path.write_text(written)
+    assert not carrying.is_finished("table1", quick=False)
+    path.write_bytes(b"\xff\xfe")
+    assert not carrying.is_finished("table1", quick=False)
+
+
+@pytest.mark.parametrize("config", [{"missing": 2}, {"calibration": {"gpu.max_efficiency": 0.9}}])
+def test_a_record_without_all_runs_or_of_another_calibration_is_made_anew(results, config):
+    path = record.item_path("fig12", quick=False)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"experiment": "fig12", "quick": False, "config": config, "results": {}}))
+    assert not carrying.is_finished("fig12", quick=False)
+    path.write_text(json.dumps({"experiment": "fig12", "quick": False, "config": {"missing": 0}, "results": {}}))
+    assert carrying.is_finished("fig12", quick=False)
+
+
+@pytest.mark.parametrize(("name", "option"), [("table4", "--repeats"), ("throughput_small", "--repeats")])
+def test_counts_are_at_least_1(monkeypatch, capsys, name, option):
+    monkeypatch.setattr("sys.argv", ["experiments", name, option, "0"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert "expected a whole number of at least 1, got 0" in capsys.readouterr().err

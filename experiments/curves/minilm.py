@@ -37,7 +37,7 @@ class Pretrained:
 
         config: Any = BertConfig(**self.config)
         config.num_labels = topics
-        model = BertForSequenceClassification(config)
+        model: Any = BertForSequenceClassification(config)  # its own `to` has a type that no caller meets
         model.bert.load_state_dict(self.weights)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
