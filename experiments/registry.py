@@ -61,7 +61,7 @@ MEASUREMENTS: dict[str, str] = {
     "convergence_gpt": "loss curves of GPT-2-like models: plain, offloaded, delayed; three seeds, resumable",
     "convergence_sweep": "the runs behind `delay_rates`: three optimizers, three to five learning rates, three seeds",
     "convergence_bert": "a pre-trained BERT fine-tuned with the delay and without; needs the extra `experiments`",
-    "convergence": "the three before in one, about 90 minutes on two cores: --plan lists their runs",
+    "convergence": "the three before in one, about two hours on two cores: --plan lists their runs",
     "planned": "step time and memory that a run predicts, against what it takes",
 }
 
