@@ -7,7 +7,7 @@ from typing import Any
 from experiments.record import keep
 from experiments.rehearsed_steps import Rehearsed, first_ms, last_ms, of_step, overlap_ms, total_ms
 from experiments.rows import row
-from experiments.whole_number import at_least_1
+from zofftk.whole_number import at_least_1
 
 FULL = Rehearsed(model="1b", profile="v100-dgx2", micro_batch=8, bucket_bytes=128 << 20, steps=3)
 

@@ -13,11 +13,11 @@ from typing import Any
 from experiments.paper_values import paper_values
 from experiments.record import keep
 from experiments.rows import row as row_of
-from experiments.whole_number import at_least_1
 from zofftk.baselines.ladder import ladder
 from zofftk.baselines.prediction import ON_ONE_DEVICE, OWN, SYSTEMS, Prediction, predict
 from zofftk.gpt_config import GPTConfig
 from zofftk.profile import Profile, load_profile
+from zofftk.whole_number import at_least_1
 
 GPUS = (1, 4, 16)
 # System of ours: what Figure 7 calls it.

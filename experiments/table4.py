@@ -16,10 +16,10 @@ import torch
 from experiments.adam_sides import BUFFER_BYTES, BYTES, CASTS, OURS, OWN_BYTES, PLAIN, STREAM, Sides, open_sides
 from experiments.record import keep
 from experiments.rows import row
-from experiments.whole_number import at_least_1
 from zofftk.bench.cpu_adam import SPIN_S, environment
 from zofftk.host_memory import available_memory
 from zofftk.threads import usable_threads
+from zofftk.whole_number import at_least_1
 
 SIZES_B = (1, 2, 4, 8, 10)  # the paper's, billions of parameters
 FULL_NUMEL, QUICK_NUMEL = 1_000_000_000, 16_000_000

@@ -25,13 +25,13 @@ from experiments.small_chain import Chain, offloaded_step, resident_step
 from experiments.small_machine import BLOCKS, SLOWER, SmallModel, slowed, small_model
 from experiments.throughput_cases import SYSTEMS, Case, all_cases, quick_cases
 from experiments.verdict import verdict
-from experiments.whole_number import at_least_1
 from zofftk.device.base import COMPUTE
 from zofftk.device.virtual import VirtualDevice
 from zofftk.errors import InputError
 from zofftk.presets import PRESETS
 from zofftk.profile import Profile, load_profile
 from zofftk.virtual.durations import Durations
+from zofftk.whole_number import at_least_1
 
 ALLOWED = 0.10
 WARM_UP = 4  # steps of a dry run, after which all take as long

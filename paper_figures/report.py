@@ -164,7 +164,7 @@ def as_html(text: str) -> str:
     from markdown_it import MarkdownIt
 
     body = MarkdownIt("commonmark").enable("table").render(text.replace(".png)", ".svg)"))
-    title = html.escape("ZeRO-Offload's tables and figures, drawn again")
+    title = html.escape(TITLE.removeprefix("# "))
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}</body></html>\n'
 

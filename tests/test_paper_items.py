@@ -203,4 +203,4 @@ def test_counts_are_at_least_1(monkeypatch, capsys, name, option):
     monkeypatch.setattr("sys.argv", ["experiments", name, option, "0"])
     with pytest.raises(SystemExit, match="2"):
         command.main()
-    assert "expected a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert "expected a whole number of 1 or more, got 0" in capsys.readouterr().err

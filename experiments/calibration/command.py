@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
         "items": [{"item": list(item), "error_percent": percent(error)} for item, error in errors.items()],
         "left_out": left_out,
     }
-    config = {"table": [vars(number) for number in FREE_NUMBERS], "counts": COUNTS}
+    # A record of other values than the file's is made anew.
+    config = {"table": [vars(number) for number in FREE_NUMBERS], "counts": COUNTS, "calibration": dict(fitted.values)}
     print("record:", keep("calibration", config, [list(item) for item in ITEMS], results))
     return 0
 

@@ -28,6 +28,7 @@ from zofftk.host_memory import usable_memory
 from zofftk.isa import check_isa
 from zofftk.outputs import check_file
 from zofftk.threads import usable_threads
+from zofftk.whole_number import at_least_1
 
 HUGE_PAGE = 1 << 21
 OPTIONS: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -43,7 +44,7 @@ OURS, FUSED_AND_CASTS = "zofftk", "torch fused + 2 casts"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``zofftk bench cpu-adam``."""
     parser.add_argument("--numel", type=_numel, nargs="+", default=[64_000_000], help="parameters (default: 64e6)")
-    parser.add_argument("--repeats", type=_positive, default=9, help="timed turns of each competitor (default: 9)")
+    parser.add_argument("--repeats", type=at_least_1, default=9, help="timed turns of each competitor (default: 9)")
     parser.add_argument("--threads", type=_threads, help="threads for all (default: all this process may use)")
     parser.add_argument("--json", type=Path, default=None, help="write every raw sample and the environment here")
 
@@ -58,14 +59,8 @@ def _numel(text: str) -> int:
     return int(value)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text}")
-    return int(text)
-
-
 def _threads(text: str) -> int:
-    if (value := _positive(text)) > MOST_THREADS:
+    if (value := at_least_1(text)) > MOST_THREADS:
         raise argparse.ArgumentTypeError(f"expected at most {MOST_THREADS}, got {text}")
     return value
 
